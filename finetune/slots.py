@@ -1,0 +1,124 @@
+"""The state of a Keras optimizer by variable: which slot belongs to which.
+
+Keras keeps an optimizer's variables in one list, by position. Here they are told apart: slots by
+the variable they belong to and by name, and what all variables share (iterations, learning rate,
+loss scale). So state can follow a variable by its path when positions change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """The variables of a built optimizer.
+
+    Attributes:
+      of_variable: for each variable that the optimizer was built on, {slot name: keras.Variable}.
+      shared: {name: keras.Variable} of what belongs to no single variable.
+    """
+
+    of_variable: Sequence[dict[str, keras.Variable]]
+    shared: dict[str, keras.Variable]
+
+
+def build_with_slots(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
+) -> Slots:
+    """Builds the optimizer on the variables and returns its slots by variable.
+
+    Args:
+      optimizer: a Keras optimizer that is not built yet.
+      variables: Keras variables with names that differ from each other.
+
+    Example:
+      >>> v = keras.Variable([1., 2.], name="v")
+      >>> slots = build_with_slots(keras.optimizers.Adam(), [v])
+      >>> sorted(slots.of_variable[0]), sorted(slots.shared)
+      (['momentum', 'velocity'], ['iteration', 'learning_rate'])
+    """
+    assert not optimizer.built, optimizer
+    owners: dict[int, tuple[int, str]] = {}
+    with tf.init_scope(), contextlib.ExitStack() as stack:
+        for part in chain(optimizer):
+            stack.enter_context(_recorded(part, variables, owners))
+        optimizer.build(list(variables))
+    of_variable: list[dict[str, keras.Variable]] = [{} for _ in variables]
+    shared: dict[str, keras.Variable] = {}
+    for slot in optimizer.variables:
+        index, name = owners.get(id(slot)) or _owner_by_name(slot.name, variables)
+        table = shared if index is None else of_variable[index]
+        table[_unused(name, table)] = slot
+    return Slots(of_variable, shared)
+
+
+def chain(optimizer: keras.optimizers.Optimizer) -> Iterator[keras.optimizers.Optimizer]:
+    """Yields the optimizer and all that it wraps, outermost first.
+
+    Example:
+      >>> wrapped = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+      >>> [type(part).__name__ for part in chain(wrapped)]
+      ['LossScaleOptimizer', 'SGD']
+    """
+    yield optimizer
+    wrapped = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
+    for part in wrapped:
+        if part is not None:
+            yield from chain(part)
+
+
+@contextlib.contextmanager
+def _recorded(
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[keras.Variable],
+    owners: dict[int, tuple[int, str]],
+) -> Iterator[None]:
+    """Notes whose slot each new variable is while the optimizer builds itself."""
+    numbers = {id(variable): number for number, variable in enumerate(variables)}
+    original = optimizer.add_variable_from_reference
+
+    def add_variable_from_reference(
+        reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
+    ) -> keras.Variable:
+        slot = original(reference_variable, name=name, initializer=initializer)
+        if id(reference_variable) in numbers:
+            owners[id(slot)] = (numbers[id(reference_variable)], name or "var")
+        return slot
+
+    # Straight into the instance: Keras would track an attribute that is set the usual way.
+    vars(optimizer)["add_variable_from_reference"] = add_variable_from_reference
+    try:
+        yield
+    finally:
+        del vars(optimizer)["add_variable_from_reference"]
+
+
+def _owner_by_name(name: str, variables: Sequence[keras.Variable]) -> tuple[int | None, str]:
+    """Finds the owner of a slot that was not made by reference, as Adafactor's factors are not.
+
+    Optimizers that a MultiOptimizer's function makes during the build are not recorded either;
+    their slots are named after their variable's path.
+    """
+    best: tuple[int, int | None, str] = (0, None, name)
+    for number, variable in enumerate(variables):
+        if name == variable.name:
+            return number, "factor"
+        prefix = variable.path.replace("/", "_") + "_"
+        if name.startswith(prefix) and len(prefix) > best[0]:
+            best = (len(prefix), number, name[len(prefix) :])
+    return best[1], best[2]
+
+
+def _unused(name: str, taken: dict[str, Any]) -> str:
+    candidate, number = name, 0
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    return candidate
