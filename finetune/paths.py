@@ -40,14 +40,17 @@ class NamedVariable:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The variable's static shape."""
         return tuple(self.variable.shape.as_list())
 
     @property
     def dtype(self) -> tf.DType:
+        """The variable's dtype."""
         return self.variable.dtype
 
     @property
     def size(self) -> int:
+        """How many elements it has."""
         return math.prod(self.shape)
 
 

@@ -1,0 +1,96 @@
+"""Korean word spacing: the data of `korean_strings`, for the model of `quickspacer`, as a Task."""
+
+import os
+from typing import Any
+
+import keras
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+from finetune.examples import metrics, quickspacer, spacing
+from finetune.examples.korean_strings import KoreanStrings
+from finetune.task import Task
+
+
+def korean_spacing_task(data_dir: str | os.PathLike[str] | None = None) -> Task:
+    """A task whose labels come free: the spaces that were removed from real strings.
+
+    A batch is `(ids, labels, weights)`, each `[batch, length]`, padded with zeros to its longest
+    string: int32 ids, float32 labels (1 where a space follows), float32 weights (0 at padding and
+    at each string's last character). The model gives probabilities; the loss of a position is the
+    binary cross-entropy. The metrics are `f1` over positions and `exact_match` over strings.
+
+    Training batches go on without end. Each epoch is a new permutation, a pure function of the
+    seed and the number of the epoch: the only state of an iterator is how many strings it gave.
+
+    Args:
+      data_dir: Where the prepared strings are kept, written on first use (a second); by default
+        where tfds keeps its datasets.
+
+    Returns:
+      The task.
+
+    Raises:
+      ModuleNotFoundError: If a package of the extra `examples` is not installed.
+    """
+    vocabulary = quickspacer.vocabulary()
+    table = spacing.id_table(vocabulary)
+    builder = KoreanStrings(data_dir=data_dir)
+    builder.download_and_prepare()
+
+    def batches(texts: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
+        return (
+            texts.map(
+                lambda text: spacing.encode(text, table), num_parallel_calls=tf.data.AUTOTUNE
+            )
+            .padded_batch(batch_size)
+            .prefetch(tf.data.AUTOTUNE)
+        )
+
+    def train_dataset(batch_size: int, seed: int) -> tf.data.Dataset:
+        return batches(_endless_shuffle(_in_memory(_texts(builder, "train")), seed), batch_size)
+
+    def eval_dataset(batch_size: int) -> tf.data.Dataset:
+        return batches(_texts(builder, "test"), batch_size)
+
+    def describe(batch: tuple[tf.Tensor, tf.Tensor, tf.Tensor]) -> str:
+        ids, labels, _ = (part.numpy() for part in batch)
+        lines = [spacing.decode(*row, vocabulary) for row in zip(ids[:5], labels[:5], strict=True)]
+        return "\n".join([f"{len(ids)} strings of up to {ids.shape[1]} characters:", *lines])
+
+    return Task(
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        loss=_cross_entropy,
+        metrics=lambda: [metrics.F1(), metrics.ExactMatch()],
+        describe=describe,
+    )
+
+
+def _texts(builder: KoreanStrings, split: str) -> tf.data.Dataset:
+    dataset = builder.as_dataset(
+        split=split,
+        shuffle_files=False,
+        # Its cache would be written into every checkpoint of an iterator.
+        read_config=tfds.ReadConfig(try_autocache=False),
+    )
+    return dataset.map(lambda example: example["text"])
+
+
+def _in_memory(texts: tf.data.Dataset) -> tf.Tensor:
+    return texts.batch(int(texts.cardinality())).get_single_element()
+
+
+def _endless_shuffle(elements: tf.Tensor, seed: int) -> tf.data.Dataset:
+    # Dataset.shuffle depends on the global seed too, and writes its buffer into each checkpoint.
+    count = elements.shape[0]
+
+    def pick(step: tf.Tensor) -> tf.Tensor:
+        seeds = tf.stack([tf.constant(seed, tf.int64), step // count])
+        return elements[tf.random.experimental.index_shuffle(step % count, seeds, count - 1)]
+
+    return tf.data.Dataset.counter().map(pick)
+
+
+def _cross_entropy(labels: tf.Tensor, probabilities: tf.Tensor) -> Any:
+    return keras.ops.binary_crossentropy(labels, tf.cast(probabilities, tf.float32))

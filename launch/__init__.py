@@ -1,0 +1,1 @@
+"""Programs: `python -m launch.<name>` here, `finetune.launch.<name>` once installed."""
