@@ -79,11 +79,14 @@ def export(
     `fingerprint.pb`. A checkpoint gives one with the base's own prefix name and keys, so optimizer
     slots and whatever else it holds are in it too, and a `checkpoint` file. A module that was made
     in memory gives a checkpoint `ckpt`, as `tf.train.Checkpoint(module)` writes it. Beside them
-    lies `certificate.json`.
+    lies `certificate.json`. State that such files do not hold, as a Keras seed generator's, is
+    certified but not written.
 
     Everything is written into a hidden folder beside `directory`, flushed, read again and compared
     bit by bit - tuned variables with the current values, everything else with the base - and only
-    then renamed. A killed process leaves at most that hidden folder, `.<name>.export-...`.
+    then renamed. A killed process leaves at most that hidden folder, `.<name>.export-...`; killed
+    in the instant between the two renames of an overwrite, it leaves the earlier export there, in
+    `old`.
 
     Args:
       base: what fine-tuning started from.
@@ -100,8 +103,9 @@ def export(
 
     Raises:
       FrozenElementsMoved: a frozen element differs from the base in at least one bit.
-      ValueError: `directory` exists, or overlaps with the base's folder; a selection or value does
-        not fit its variable (see `certify`); a tuned variable has no place in the base's files.
+      ValueError: `directory` exists, overlaps with the base's folder or is no local folder; a
+        selection or value does not fit its variable (see `certify`); a tuned variable has no place
+        in the base's files.
       RuntimeError: called while a `tf.function` is traced; or the files on disk do not hold what
         was written to them.
 
@@ -120,6 +124,7 @@ def export(
     """
     if not tf.executing_eagerly():
         raise RuntimeError("`export` writes files and runs eagerly only: call it outside graphs.")
+    _check_local("directory", os.fspath(directory))
     target = os.path.abspath(os.fspath(directory))
     _check_target(target, base, overwrite)
 
@@ -147,8 +152,18 @@ def export(
     return certificate
 
 
+def _check_local(argument: str, path: str) -> None:
+    # A rename is all or nothing in a local file system only.
+    if "://" in path:
+        raise ValueError(
+            f"`{argument}` ({path}) is not in the local file system, where alone an export can be "
+            "complete or absent: use a local folder, and copy it there or from there."
+        )
+
+
 def _check_target(target: str, base: Base, overwrite: bool) -> None:
     if base.bundle is not None:
+        _check_local("base", base.bundle.prefix)
         source = base.directory or os.path.dirname(base.bundle.prefix)
         base_folder, real = os.path.realpath(source), os.path.realpath(target)
         shared = os.path.commonpath([base_folder, real])
@@ -204,15 +219,10 @@ def _snapshot(base: Base, prefix: str) -> Bundle:
 
 def _keys(base: Base, source: Bundle, certificate: Certificate) -> dict[str, str]:
     """{key: path} of the variables whose place in `source` is known."""
-    keys = {}
-    lost = []
+    keys: dict[str, str] = {}
+    lost: list[str] = []
     for record in certificate.variables:
-        if base.bundle is not None:
-            key = base.key_of(record.path)
-        else:
-            # Of a model with an optimizer, the first path to a weight may lead through that.
-            names = (record.path, *base.variables[record.path].aliases)
-            key = next(filter(None, map(source.key_of, names)), None)
+        key = _key(base, source, record.path)
         if key is not None:
             keys[key] = record.path
         elif record.changed and not record.state:
@@ -224,6 +234,18 @@ def _keys(base: Base, source: Bundle, certificate: Certificate) -> dict[str, str
             "them, or start from files that hold them."
         )
     return keys
+
+
+def _key(base: Base, source: Bundle, path: str) -> str | None:
+    if base.bundle is None:
+        # Of a model with an optimizer, the first path to a weight may lead through that.
+        names = (path, *base.variables[path].aliases)
+        return next(filter(None, map(source.key_of, names)), None)
+    try:
+        return base.key_of(path)
+    except ValueError:
+        # Not every state is saved: a Keras seed generator's, say, is not.
+        return None
 
 
 class _Values(Mapping[str, np.ndarray]):

@@ -7,6 +7,7 @@ the finite check stops the loop inside the graph, and results are read once a lo
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,6 @@ from finetune.optimizer import MaskedOptimizer
 from finetune.randomness import stateful_random_ops
 from finetune.slots import chain
 from finetune.task import Task
-
-_as_it_is = tf.autograph.experimental.do_not_convert
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +204,8 @@ class EvalLoop:
         self._loss_sum = tf.Variable(0.0, trainable=False)
         self._weight_sum = tf.Variable(0.0, trainable=False)
         self._metrics = list(task.metrics())
-        self._function = tf.function(_for_each)
+        step = tf.autograph.experimental.do_not_convert(self._step)
+        self._function = tf.function(functools.partial(_for_each, step))
 
     @property
     def traces(self) -> int:
@@ -222,14 +222,13 @@ class EvalLoop:
         self._weight_sum.assign(0.0)
         for metric in self._metrics:
             metric.reset_state()
-        batches = self._function(dataset, self._step)
+        batches = self._function(dataset)
         if int(batches) == 0:
             raise ValueError("`eval_dataset` holds no batch: nothing can be evaluated.")
         loss = tf.math.divide_no_nan(self._loss_sum, self._weight_sum)
         results = {metric.name: float(metric.result()) for metric in self._metrics}
         return {"loss": float(loss), **results}
 
-    @_as_it_is
     def _step(self, batch: Any) -> None:
         x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
         outputs = self._task.forward(self._module, x, training=False)
@@ -272,7 +271,7 @@ def weighted_sum(losses: Any, weights: Any) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.reduce_sum(counted), tf.reduce_sum(weights)
 
 
-def _for_each(dataset: tf.data.Dataset, step: Callable[[Any], None]) -> tf.Tensor:
+def _for_each(step: Callable[[Any], None], dataset: tf.data.Dataset) -> tf.Tensor:
     batches = tf.constant(0)
     for batch in dataset:
         step(batch)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -26,8 +27,8 @@ from finetune.selectors import (
 from finetune.slots import Slots, build_with_slots, chain
 from finetune.updates import DenseUpdate, PackedUpdate, WholeUpdate, inner_names
 
-Variable = tf.Variable | keras.Variable
-MaskedRules = Sequence[tuple[str | Variable, SelectorLike]] | Mapping[str, SelectorLike]
+Variable: TypeAlias = tf.Variable | keras.Variable
+MaskedRules: TypeAlias = Sequence[tuple[str | Variable, SelectorLike]] | Mapping[str, SelectorLike]
 
 # Optimizers whose step of one element depends on that element alone, so that packed and dense give
 # the same bits. LAMB's trust ratio, Adafactor's factors and Muon's matrices are not of that kind.
@@ -86,6 +87,8 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
       [[0.44999998807907104, 2.0], [3.0, 4.0]]
     """
 
+    built: bool
+
     def __init__(
         self,
         inner: keras.optimizers.Optimizer,
@@ -100,7 +103,7 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
                 f"`inner` ({inner!r}) must be a Keras 3 optimizer, for instance "
                 "keras.optimizers.Adam(1e-3)."
             )
-        if isinstance(inner, MaskedOptimizer):
+        if any(isinstance(part, MaskedOptimizer) for part in chain(inner)):
             raise ValueError("`inner` is a MaskedOptimizer already: give it all rules at once.")
         if mode not in _MODES:
             raise ValueError(f"`mode` ({mode!r}) must be one of {', '.join(map(repr, _MODES))}.")
@@ -120,12 +123,15 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
         Raises:
           ValueError: when the rules do not fit, all misfits in one message.
         """
-        state = self._build_state
-        if state.updates is not None or state.variables is not None:
+        if self.built:
             return
-        state.variables = [_native(variable) for variable in variables]
+        state = self._build_state
         state.names = _names_of(variables, paths, state.module)
-        if not state.selections_follow:
+        state.given = list(variables)
+        state.variables = [_native(variable) for variable in variables]
+        if state.selections_follow:
+            self._attach_stand_ins()
+        else:
             self._resolve()
         self.built = True
 
@@ -144,12 +150,13 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
         """
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
-        if self._build_state.variables is None:
+        if not self.built:
             if trainable_variables is None:
                 raise ValueError("`trainable_variables` (None) must be given in the first apply.")
             with tf.init_scope():
                 self.build(trainable_variables)
-        if self._build_state.updates is None:
+        if not self._build_state.settled:
+            # A copy made from a configuration whose saved weights never came.
             with tf.init_scope():
                 self._resolve()
         if tf.distribute.get_strategy().num_replicas_in_sync > 1:
@@ -174,19 +181,28 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
         Args:
           grads: a gradient for each variable, of the variable's shape; None where there is none.
           trainable_variables: the variables, in the order of `grads`; by default those of `build`.
+
+        Raises:
+          ValueError: before `build`; for unknown or repeated variables, or another number of them.
         """
-        state = self._build_state
+        state, updates = self._build_state, self.updates
         if trainable_variables is None:
-            numbers: Sequence[int] = range(len(state.variables or ()))
+            numbers: Sequence[int] = range(len(state.paths))
         else:
             numbers = [state.number(variable) for variable in trainable_variables]
         if len(grads) != len(numbers):
             raise ValueError(
                 f"`grads` ({len(grads)} gradients) must match the {len(numbers)} variables."
             )
+        twice = sorted({state.paths[n] for n in numbers if list(numbers).count(n) > 1})
+        if twice:
+            raise ValueError(
+                f"`trainable_variables` name {twice} more than once: give each variable once, with "
+                "the sum of its gradients."
+            )
         of_number = dict(zip(numbers, grads, strict=True))
         packed: list[Gradient | None] = []
-        for update in self.updates:
+        for update in updates:
             gradient = of_number.get(state.number_of_update[update.path])
             packed.append(None if gradient is None else update.pack(gradient))
         return packed
@@ -204,13 +220,17 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
         Raises:
           ValueError: when no variable has a gradient.
         """
-        present = [(g, u) for g, u in zip(packed, self.updates, strict=True) if g is not None]
-        if not present:
+        if all(gradient is None for gradient in packed):
             paths = ", ".join(f"`{update.path}`" for update in self.updates[:10])
             raise ValueError(f"No gradient for any trainable variable ({paths}).")
+        pairs = [(_unscalable_to_dense(g, self.inner), u.inner_variable)
+                 for g, u in zip(packed, self.updates, strict=True)]  # fmt: skip
+        if not any(isinstance(p, keras.optimizers.MultiOptimizer) for p in chain(self.inner)):
+            # Keras would warn of a variable without a gradient; MultiOptimizer wants all of them.
+            pairs = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         for update in self.updates:
             update.before()
-        self.inner.apply([g for g, _ in present], [u.inner_variable for _, u in present])
+        self.inner.apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
         for update in self.updates:
             update.push()
 
@@ -223,18 +243,14 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
     @property
     def updates(self) -> Sequence[WholeUpdate]:
         """How each variable with trainable elements is updated, in the order of `build`."""
-        updates = self._build_state.updates
-        if updates is None:
-            raise ValueError("The optimizer is not built yet: call `build(variables)` first.")
-        return updates
+        self._check_settled()
+        return self._build_state.updates
 
     @property
     def coverage(self) -> Coverage:
         """What the rules decided: selections by path, and the table of it."""
-        coverage = self._build_state.coverage
-        if coverage is None:
-            raise ValueError("The optimizer is not built yet: call `build(variables)` first.")
-        return coverage
+        self._check_settled()
+        return self._build_state.coverage
 
     @property
     def slots(self) -> dict[str, dict[str, keras.Variable]]:
@@ -248,7 +264,8 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
     @property
     def shared_slots(self) -> dict[str, keras.Variable]:
         """The inner optimizer's state that no single variable owns, by name."""
-        return dict(self._build_state.slots.shared) if self.updates else {}
+        self._check_settled()
+        return dict(self._build_state.slots.shared)
 
     def frozen_slots_to_zero(self) -> None:
         """Sets slots to zero wherever an element is frozen, after slots were restored."""
@@ -259,11 +276,14 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
     def averaged(self) -> Iterator[None]:
         """Gives the variables their moving averages inside the `with`, then the values they had.
 
-        Without `use_ema` nothing changes. Eager only. Frozen elements keep their bits throughout.
+        Without `use_ema`, or before the first step, nothing changes. Eager only. Frozen elements
+        keep their bits throughout.
         """
-        if not any(part.use_ema for part in chain(self.inner)):
+        # Until the first step Keras' averages are zeros.
+        if not any(part.use_ema and int(part._iterations) for part in chain(self.inner)):
             yield
             return
+        self.pull()
         kept = [tf.identity(update.inner_variable.value) for update in self.updates]
         self.finalize_variable_values()
         try:
@@ -276,6 +296,7 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
 
     def finalize_variable_values(self, var_list: Any = None) -> None:
         """Overwrites the trainable elements with their moving averages when `use_ema` is set."""
+        self.pull()
         for update in self.updates:
             update.before()
         self.inner.finalize_variable_values([update.inner_variable for update in self.updates])
@@ -287,11 +308,22 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
     ) -> None:
         """Excludes variables from weight decay; call it before the optimizer is built.
 
+        As in Keras, a second call replaces the first, and a configuration does not hold it.
+
         Args:
           var_list: variables of the model.
-          var_names: regular expressions searched in the variables' names.
+          var_names: regular expressions searched in the variables' names and paths.
+
+        Raises:
+          ValueError: when the optimizer is built.
         """
-        self.inner.exclude_from_weight_decay(var_list, var_names)
+        if self.built:
+            raise ValueError(
+                "`exclude_from_weight_decay` has no effect on an optimizer that is built: call it "
+                "before the first step."
+            )
+        for part in chain(self.inner):
+            part.exclude_from_weight_decay(var_list, var_names)
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -312,6 +344,25 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
     def learning_rate(self, learning_rate: Any) -> None:
         self.inner.learning_rate = learning_rate
 
+    @property
+    def loss_scale_factor(self) -> Any:
+        """The inner optimizer's constant loss scale, which `scale_loss` multiplies by, or None."""
+        return self.inner.loss_scale_factor
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, loss_scale_factor: Any) -> None:
+        inner = vars(self).get("inner")
+        # Keras sets it in the constructor, and where an outer optimizer takes the scaling over.
+        if inner is None:
+            return
+        if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+            raise ValueError(
+                "`inner` (a LossScaleOptimizer) scales the loss already, and another optimizer "
+                "around this one would scale it twice: compile with auto_scale_loss=False, or "
+                "leave the inner LossScaleOptimizer out."
+            )
+        inner.loss_scale_factor = loss_scale_factor
+
     def scale_loss(self, loss: Any) -> Any:
         """Returns the loss scaled as the inner optimizer wants it."""
         return self.inner.scale_loss(loss)
@@ -328,7 +379,8 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
         A selector that holds an array or a function of the user is left out: a copy made from the
         configuration takes its selection from saved optimizer weights, or refuses to be built.
         """
-        rules = _as_pairs(self._build_state.rules, self._build_state.path_of)
+        state = self._build_state
+        rules = _as_pairs(state.rules, state.path_of)
         return {
             "name": self.name,
             "inner": keras.saving.serialize_keras_object(self.inner),
@@ -337,7 +389,11 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
                 for pattern, selector in rules
             ],
             "mode": self.mode,
-        }
+            "stand_ins": [
+                [path, selection.kind, selection.count]
+                for path, selection in self.coverage.selections.items()
+            ] if state.settled else None,
+        }  # fmt: skip
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> MaskedOptimizer:
@@ -349,21 +405,50 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
              _left_out(saved["text"]))
             for pattern, saved in config.pop("rules")
         ]  # fmt: skip
+        stand_ins = config.pop("stand_ins", None)
         optimizer = cls(inner, rules, **config)
         optimizer._build_state.selections_follow = True
+        optimizer._build_state.stand_ins = stand_ins
         return optimizer
+
+    def __dir__(self) -> Iterable[str]:
+        # Keras saves all optimizers that `dir` shows, by position; here slots are saved by path.
+        return [name for name in super().__dir__() if name != "inner"]
+
+    def set_weights(self, weights: Sequence[np.ndarray]) -> None:
+        """Sets the inner optimizer's variables, in the order of `variables`.
+
+        Raises:
+          RuntimeError: where Keras loads the optimizer from an `.h5` file, which holds no
+            selections.
+          ValueError: before `build`, and when number or shapes differ.
+        """
+        if self.built and not self._build_state.settled:
+            # Not a ValueError: Keras would go on with selections made of the tuned values.
+            raise RuntimeError(
+                "HDF5 files hold no selections: save the model as `.keras`, or load it with "
+                "compile=False and compile it with a new MaskedOptimizer."
+            )
+        self._check_settled()
+        shapes = [tuple(variable.shape) for variable in self.variables]
+        given = [tuple(np.shape(weight)) for weight in weights]
+        if shapes != given:
+            raise ValueError(f"`weights` (shapes {given}) must have the shapes {shapes}.")
+        for variable, weight in zip(self.variables, weights, strict=True):
+            variable.assign(weight)
 
     def save_own_variables(self, store: Any) -> None:
         """Writes selections and slots by path, as `model.save` asks for."""
-        if self._build_state.updates is None:
+        state = self._build_state
+        if not state.settled:
             return
-        index: dict[str, Any] = {"variables": [], "shared": sorted(self.shared_slots)}
-        for number, (path, selection) in enumerate(self.coverage.selections.items()):
-            slots = self.slots.get(path, {})
+        index: dict[str, Any] = {"variables": []}
+        for number, names in enumerate(state.names):
+            selection = self.coverage.selections[names[0]]
+            slots = self.slots.get(names[0], {})
             index["variables"].append(
-                {"path": path, "kind": selection.kind, "shape": selection.shape,
-                 "slots": sorted(slots)}
-            )  # fmt: skip
+                {"names": names, "kind": selection.kind, "shape": selection.shape}
+            )
             if selection.kind in ("rows", "elements"):
                 indices = selection.rows if selection.kind == "rows" else selection.flat_indices()
                 store[f"{number}.indices"] = indices
@@ -379,41 +464,55 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
         Raises:
           ValueError: when the saved variables are not the ones the optimizer is built on.
         """
-        if "index" not in store.keys():  # noqa: SIM118
-            return
-        index = json.loads(bytes(np.asarray(store["index"])).decode())
-        saved = {entry["path"]: (i, entry) for i, entry in enumerate(index["variables"])}
         state = self._build_state
-        missing = [name for name in state.paths if name not in saved]
-        unknown = [path for path in saved if path not in state.paths]
-        wrong = [
-            path for path, v in zip(state.paths, state.variables or (), strict=True)
-            if path in saved and tuple(saved[path][1]["shape"]) != tuple(v.shape)
-        ]  # fmt: skip
-        if missing or unknown or wrong:
-            raise ValueError(
-                "The saved optimizer state is of other variables: "
-                f"not saved {missing}, saved but not in the model {unknown}, other shape {wrong}."
-            )
-        selections = {}
-        for path, (number, entry) in saved.items():
-            indices = store.get(f"{number}.indices")
-            make = {"none": Selection.none, "all": Selection.all}.get(entry["kind"])
-            if make is not None:
-                selections[path] = make(entry["shape"])
-            else:
-                make = Selection.from_rows if entry["kind"] == "rows" else Selection.from_flat
-                selections[path] = make(entry["shape"], np.asarray(indices))
+        if not state.variables or "index" not in store.keys():  # noqa: SIM118
+            return
+        saved = json.loads(bytes(np.asarray(store["index"])).decode())["variables"]
+        places = _places(saved, state)
+        # The names of the saved optimizer stay: rules and later files are spelled with them.
+        state.names = [tuple(saved[place]["names"]) for place in places]
+        selections = {
+            names[0]: _selection_of(saved[place], store.get(f"{place}.indices"))
+            for names, place in zip(state.names, places, strict=True)
+        }
         self._attach(selections, dict.fromkeys(selections, "saved with the optimizer"))
+        place_of = dict(zip(state.paths, places, strict=True))
         for path, slots in self.slots.items():
             for name, slot in slots.items():
-                slot.assign(store[f"{saved[path][0]}.{name}"])
+                slot.assign(store[f"{place_of[path]}.{name}"])
         for name, slot in self.shared_slots.items():
             slot.assign(store[f"shared.{name}"])
 
+    def _check_settled(self) -> None:
+        if not self._build_state.settled:
+            raise ValueError("The optimizer is not built yet: call `build(variables)` first.")
+
+    def _attach_stand_ins(self) -> None:
+        """Builds on selections of the right sizes, before saved weights bring the right elements.
+
+        Keras loads an optimizer around this one by position, so the variables must be as many and
+        of the same shapes as when they were saved.
+        """
+        state = self._build_state
+        counts = {path: (kind, count) for path, kind, count in state.stand_ins or ()}
+        if list(counts) != state.paths:
+            return
+        selections = {}
+        for path, variable in zip(state.paths, state.variables, strict=True):
+            kind, count = counts[path]
+            shape = tuple(variable.shape)
+            if count > math.prod(shape):
+                return
+            indices = None
+            if kind in ("rows", "elements"):
+                width = math.prod(shape[1:]) if kind == "rows" else 1
+                indices = np.arange(count // width, dtype=np.int32)
+            selections[path] = Selection(shape, kind, indices)
+        self._attach(selections, dict.fromkeys(selections, ""))
+        state.settled = False
+
     def _resolve(self) -> None:
         state = self._build_state
-        assert state.variables is not None
         specs = {}
         for names, variable in zip(state.names, state.variables, strict=True):
             shape = tuple(variable.shape)
@@ -429,39 +528,46 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
     def _attach(self, selections: Mapping[str, Selection], decided_by: Mapping[str, str]) -> None:
         """Makes the updates for resolved selections and builds the inner optimizer on them."""
         state = self._build_state
-        assert state.variables is not None
-        warm = _warm_slots(self.inner) if self.inner.built else None
+        kinds = [
+            self._update_class(path, variable.constraint is not None, selections[path])
+            for path, variable in zip(state.paths, state.given, strict=True)
+        ]
+        if state.decay_exclusions is None:
+            state.decay_exclusions = _decay_exclusions(self.inner)
+        warm = None
         if self.inner.built:
+            # What stand-ins built holds nothing yet.
+            warm = None if state.updates else _warm_slots(self.inner)
             self.inner = _fresh(self.inner)
-        kinds = {
-            path: self._update_class(path, variable, selections[path])
-            for path, variable in zip(state.paths, state.variables, strict=True)
-        }
-        names = inner_names(state.paths)
-        updates = []
-        for name, path, variable in zip(names, state.paths, state.variables, strict=True):
-            kind = kinds[path]
+        updates, originals = [], []
+        for name, path, given, kind in zip(
+            inner_names(state.paths), state.paths, state.given, kinds, strict=True
+        ):
             if kind is not None:
-                updates.append(kind(path, _components(variable), selections[path], name))
+                update = kind(path, _components(_native(given)), selections[path], name)
+                update.inner_variable.constraint = given.constraint
+                if isinstance(given, keras.Variable):
+                    # Optimizers that treat variables by path are told Keras' paths.
+                    update.inner_variable._path = given.path
+                updates.append(update)
+                originals.append(_native(given))
+        _exclude_from_decay(self.inner, state.decay_exclusions, originals, updates)
+        state.slots = build_with_slots(self.inner, [update.inner_variable for update in updates])
+        if warm is not None:
+            _take_over(warm, originals, updates, state.slots)
         state.number_of_update = {path: number for number, path in enumerate(state.paths)}
         state.updates = updates
         state.coverage = Coverage(dict(selections), dict(decided_by))
-        inner_variables = [update.inner_variable for update in updates]
-        originals = [state.variables[state.number_of_update[u.path]] for u in updates]
-        state.slots = build_with_slots(self.inner, inner_variables)
-        _carry_decay_exclusions(self.inner, originals, updates)
-        if warm is not None:
-            _take_over(warm, originals, updates, state.slots)
+        state.settled = True
         self.frozen_slots_to_zero()
 
     def _update_class(
-        self, path: str, variable: tf.Variable, selection: Selection
+        self, path: str, constrained: bool, selection: Selection
     ) -> type[WholeUpdate] | None:
         if selection.kind == "none":
             return None
         if selection.kind == "all":
             return WholeUpdate
-        constrained = variable.constraint is not None
         if self.mode == "packed":
             if constrained:
                 raise ValueError(
@@ -469,7 +575,7 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
                     "use mode='dense' or 'auto'."
                 )
             return PackedUpdate
-        elementwise = all(type(part).__name__ in ELEMENTWISE for part in chain(self.inner))
+        elementwise = all(_is_elementwise(part) for part in chain(self.inner))
         sparse = selection.density < PACKED_BELOW_SHARE[selection.kind]
         packed = self.mode == "auto" and elementwise and sparse and not constrained
         return PackedUpdate if packed else DenseUpdate
@@ -482,11 +588,15 @@ class _BuildState:
     rules: Any
     module: Any
     selections_follow: bool = False
-    variables: list[tf.Variable] | None = None
+    stand_ins: Sequence[tuple[str, str, int]] | None = None
+    settled: bool = False
+    given: list[Variable] = dataclasses.field(default_factory=list)
+    variables: list[tf.Variable] = dataclasses.field(default_factory=list)
     names: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
-    updates: list[WholeUpdate] | None = None
-    coverage: Coverage | None = None
+    updates: list[WholeUpdate] = dataclasses.field(default_factory=list)
+    coverage: Coverage = dataclasses.field(default_factory=lambda: Coverage({}, {}))
     slots: Slots = dataclasses.field(default_factory=lambda: Slots([], {}))
+    decay_exclusions: list[tuple[set[str], Any]] | None = None
     number_of_update: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -496,7 +606,7 @@ class _BuildState:
     def number(self, variable: Variable) -> int:
         """Returns the place of a variable among those of `build`."""
         native = _native(variable)
-        for number, known in enumerate(self.variables or ()):
+        for number, known in enumerate(self.variables):
             if known is native:
                 return number
         raise ValueError(
@@ -505,6 +615,9 @@ class _BuildState:
         )
 
     def path_of(self, variable: Variable) -> str:
+        """Returns the path of a variable that a rule names."""
+        if not self.variables:
+            return _names_of([variable], None, self.module)[0][0]
         return self.paths[self.number(variable)]
 
 
@@ -541,7 +654,7 @@ def _names_of(
     own = [v.path if isinstance(v, keras.Variable) else v.name.split(":")[0] for v in variables]
     # Names are no identity in TensorFlow; numbers make them one as long as the order stays.
     seen: dict[str, int] = {}
-    names = []
+    names: list[tuple[str, ...]] = []
     for name in own:
         seen[name] = seen.get(name, -1) + 1
         names.append((f"{name}_{seen[name]}" if seen[name] else name,))
@@ -584,7 +697,62 @@ def _left_out(text: str) -> Any:
     return refuse
 
 
+def _places(saved: Sequence[Mapping[str, Any]], state: _BuildState) -> list[int]:
+    """Returns for each variable its place among the saved ones.
+
+    Names decide; where they are others, as for layers that Keras numbers anew, order and shapes.
+
+    Raises:
+      ValueError: when the saved variables are others.
+    """
+    place_of = {name: place for place, entry in enumerate(saved) for name in entry["names"]}
+    found = [next((place_of[n] for n in names if n in place_of), None) for names in state.names]
+    places = [place for place in found if place is not None]
+    if len(set(places)) < len(found):
+        places = list(range(len(found)))
+    shapes = [tuple(variable.shape) for variable in state.variables]
+    if len(saved) == len(shapes) and all(
+        tuple(saved[place]["shape"]) == shape for place, shape in zip(places, shapes, strict=True)
+    ):
+        return places
+    listed = [f"{entry['names'][0]} {tuple(entry['shape'])}" for entry in saved]
+    present = [f"{path} {shape}" for path, shape in zip(state.paths, shapes, strict=True)]
+    raise ValueError(
+        "The saved optimizer state is of other variables: saved were "
+        f"{sorted(set(listed) - set(present))}, the model has "
+        f"{sorted(set(present) - set(listed))} instead."
+    )
+
+
+def _selection_of(entry: Mapping[str, Any], indices: Any) -> Selection:
+    kind, shape = entry["kind"], entry["shape"]
+    if kind in ("none", "all"):
+        return Selection.none(shape) if kind == "none" else Selection.all(shape)
+    make = Selection.from_rows if kind == "rows" else Selection.from_flat
+    return make(shape, np.asarray(indices))
+
+
+def _is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer) and not optimizer.optimizers:
+        # A function will make them; nobody knows yet which.
+        return False
+    name = type(optimizer).__name__
+    return name in ELEMENTWISE and type(optimizer) is getattr(keras.optimizers, name)
+
+
+def _unscalable_to_dense(
+    gradient: Gradient | None, optimizer: keras.optimizers.Optimizer
+) -> Gradient | None:
+    """Makes IndexedSlices dense for a constant loss scale, which Keras cannot divide them by."""
+    if isinstance(gradient, tf.IndexedSlices) and any(
+        part.loss_scale_factor is not None for part in chain(optimizer)
+    ):
+        return tf.convert_to_tensor(gradient)
+    return gradient
+
+
 def _fresh(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Returns an optimizer of the same configuration that is not built."""
     return type(optimizer).from_config(optimizer.get_config())
 
 
@@ -596,6 +764,8 @@ def _warm_slots(optimizer: keras.optimizers.Optimizer) -> tuple[list[tf.Variable
     variables = [_native(variable) for variable in optimizer._trainable_variables]
     names = inner_names([variable.name for variable in variables])
     adopted = [keras.Variable(v, name=n) for v, n in zip(variables, names, strict=True)]
+    for variable, own in zip(adopted, optimizer._trainable_variables, strict=True):
+        variable._path = getattr(own, "path", variable.path)
     copy = _fresh(optimizer)
     places = build_with_slots(copy, adopted)
     value_of = {id(c): o for c, o in zip(copy.variables, optimizer.variables, strict=True)}
@@ -618,26 +788,51 @@ def _take_over(
             continue
         old = warm[1].of_variable[known[id(original)]]
         for name, slot in new.items():
-            value = old[name].value
-            if slot.shape != value.shape and tuple(value.shape) == update.selection.shape:
-                value = Packing(update.selection).gather(value)
+            value = _taken(old[name].value, slot, update.selection) if name in old else None
+            if value is None:
+                raise ValueError(
+                    f"`inner` is built, and its slots of `{update.path}` cannot be packed: "
+                    f"{name!r} is not kept element by element. Use mode='dense' or 'auto'."
+                )
             slot.assign(value)
 
 
-def _carry_decay_exclusions(
+def _taken(value: tf.Variable, slot: keras.Variable, selection: Selection) -> Any:
+    """Returns the part of a slot's value that fits the new slot, or None."""
+    if slot.shape == value.shape:
+        return value
+    if tuple(value.shape) == selection.shape:
+        return Packing(selection).gather(value)
+    if selection.rows is not None and value.shape == selection.shape[: value.shape.rank]:
+        # A number for each row, as Adafactor has.
+        return tf.gather(value, selection.rows)
+    return None
+
+
+def _decay_exclusions(optimizer: keras.optimizers.Optimizer) -> list[tuple[set[str], Any]]:
+    """Returns what `exclude_from_weight_decay` left in each part: variable keys and a pattern."""
+    return [
+        (
+            getattr(part, "_exclude_from_weight_decay", set()),
+            getattr(part, "_exclude_from_weight_decay_pattern", None),
+        )
+        for part in chain(optimizer)
+    ]
+
+
+def _exclude_from_decay(
     inner: keras.optimizers.Optimizer,
+    exclusions: Sequence[tuple[set[str], Any]],
     originals: Sequence[tf.Variable],
     updates: Sequence[WholeUpdate],
 ) -> None:
-    """Makes `exclude_from_weight_decay`, said of the model's variables, hold for the inner ones."""
-    for part in chain(inner):
-        excluded = getattr(part, "_exclude_from_weight_decay", set())
-        pattern = getattr(part, "_exclude_from_weight_decay_pattern", None)
-        for original, update in zip(originals, updates, strict=True):
-            by_name = pattern is not None and any(
-                pattern.search(name) for name in (original.name, update.path)
-            )
-            if by_name or part._var_key(original) in excluded:
-                excluded.add(part._var_key(update.inner_variable))
-        if excluded:
-            part._exclude_from_weight_decay = excluded
+    """Makes exclusions that were said of the model's variables hold for the inner ones."""
+    for part, (keys, pattern) in zip(chain(inner), exclusions, strict=False):
+        excluded = [
+            update.inner_variable
+            for original, update in zip(originals, updates, strict=True)
+            if part._var_key(original) in keys
+            or (pattern and any(map(pattern.search, (original.name, update.path))))
+        ]
+        if keys or pattern:
+            part.exclude_from_weight_decay(var_list=excluded)

@@ -86,7 +86,7 @@ def named_variables(module: Any) -> dict[str, NamedVariable]:
     """
     found: dict[int, _Found] = {}
     for steps, owner, through_optimizer in _walk(module):
-        path = "/".join(_escape(step) for step in steps)
+        path = "/".join(escape(step) for step in steps)
         variable = owner.value if isinstance(owner, keras.Variable) else owner
         if not isinstance(variable, tf.Variable):
             raise ValueError(
@@ -137,6 +137,17 @@ def nearest(name: str, names: Iterable[str], n: int = 5) -> list[str]:
         return difflib.SequenceMatcher(None, name, other).ratio()
 
     return sorted(dict.fromkeys(names), key=likeness, reverse=True)[:n]
+
+
+def escape(name: str) -> str:
+    """How an attribute name is spelled inside a path, as in the keys of checkpoints.
+
+    Example:
+
+    >>> escape("a/b.c")
+    'a.Sb..c'
+    """
+    return name.replace(".", "..").replace("/", ".S")
 
 
 @dataclasses.dataclass
@@ -197,10 +208,6 @@ def _is_optimizer(child: Any, name: str) -> bool:
 
 def _is_differentiable(dtype: tf.DType) -> bool:
     return bool(dtype.is_floating or dtype.is_complex)
-
-
-def _escape(step: str) -> str:
-    return step.replace(".", "..").replace("/", ".S")
 
 
 def _kind(module: Any) -> str:

@@ -108,32 +108,53 @@ def load_resumable(directory: str) -> Any:
 
 
 def set_random_state(
-    module: Any, seed: int | tf.Tensor, step: int | tf.Tensor, *, first_replica: int = 0
+    module: Any, seed: int | tf.Tensor, step: int | tf.Tensor
 ) -> tf.Operation | None:
     """What the random ops in `module` draw next depends on `seed` and `step` alone.
 
     Two calls of the module under one state draw the same numbers, so give each call of a step (each
     micro-batch) a `step` of its own. Call it eagerly or in a `tf.function`, which then orders it
-    before the calls of the module that follow, inside loops too; under a strategy call it in cross-
-    replica context, outside `strategy.run`: each replica gets a stream of its own.
+    before the calls of the module that follow, inside loops too. Under a strategy each replica
+    draws from a stream of its own, whether this is called in `strategy.run` or outside.
 
     Args:
       module: What `load_resumable` returned, or any object that holds such modules. Ops that
         `load_resumable` did not replace, and modules loaded otherwise, are not affected.
       seed: The run's seed, an integer or an int64 scalar.
       step: The number of the step, an integer or an int64 scalar.
-      first_replica: The number that this process's first replica has among all.
 
     Returns:
       In a `tf.function` the operation that sets the state, else None.
+
+    Example:
+
+    >>> module = tf.Module()
+    >>> module.noise = tf.function(lambda: tf.random.uniform([]), input_signature=[])
+    >>> folder = tempfile.mkdtemp()
+    >>> tf.saved_model.save(module, folder)
+    >>> loaded = load_resumable(folder)
+    >>> set_random_state(loaded, seed=1, step=10)
+    >>> first = float(loaded.noise())
+    >>> set_random_state(loaded, seed=1, step=11)
+    >>> float(loaded.noise()) == first
+    False
+    >>> set_random_state(loaded, seed=1, step=10)
+    >>> float(loaded.noise()) == first
+    True
     """
+    context = tf.distribute.get_replica_context()
     assignments = []
     for state in _random_states(module):
-        for replica, variable in enumerate(_components(state.variable), start=first_replica):
-            with tf.device(variable.device):
-                stream = tf.cast(seed, tf.int64) + (replica << 32)
-                value = tf.stack([stream, tf.cast(step, tf.int64)])
-                assignments.append(variable.assign(value, read_value=False))
+        if tf.distribute.has_strategy() and context is not None:
+            targets = [(context.replica_id_in_sync_group, state.variable)]
+        else:
+            targets = list(enumerate(_components(state.variable)))
+        for replica, variable in targets:
+            stream = tf.cast(seed, tf.int64) + tf.cast(replica, tf.int64) * 2**32
+            value = tf.stack([stream, tf.cast(step, tf.int64)])
+            # In `strategy.run`, where `assign` is refused, `handle` is this replica's own.
+            assign = tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+            assignments.append(assign)
     return None if tf.executing_eagerly() else tf.group(*assignments)
 
 

@@ -44,8 +44,8 @@ class Coverage:
         return sum(s.size for s in self.selections.values())
 
     def table(self) -> str:
-        """Returns a text table: path, shape, trainable / total elements, share and rule."""
-        lines = [("variable", "shape", "trainable", "total", "share", "decided by")]
+        """Returns a text table: path, shape, trainable, frozen and all elements, share, rule."""
+        lines = [("variable", "shape", "trainable", "frozen", "total", "share", "decided by")]
         for path, selection in self.selections.items():
             count = 0 if path in self.state else selection.count
             lines.append(
@@ -53,14 +53,16 @@ class Coverage:
                     path,
                     "x".join(map(str, selection.shape)) or "scalar",
                     f"{count:,}",
+                    f"{selection.size - count:,}",
                     f"{selection.size:,}",
                     _percent(count, selection.size),
                     self.decided_by[path],
                 )
             )
-        total = _percent(self.trainable, self.total)
-        lines.append(("all", "", f"{self.trainable:,}", f"{self.total:,}", total, ""))
-        return _aligned(lines, right=(2, 3, 4))
+        trainable, total = self.trainable, self.total
+        sums = (f"{trainable:,}", f"{total - trainable:,}", f"{total:,}")
+        lines.append(("all", "", *sums, _percent(trainable, total), ""))
+        return _aligned(lines, right=(2, 3, 4, 5))
 
 
 def resolve(rules: Rules, specs: Mapping[str, VariableSpec]) -> Coverage:
@@ -73,9 +75,10 @@ def resolve(rules: Rules, specs: Mapping[str, VariableSpec]) -> Coverage:
 
     Raises:
       ValueError: one message with everything that is wrong: a rule that is no such pair, a pattern
-        that is no regular expression or matches no name (with the nearest names), a weight that no
-        rule covers, one variable claimed under two names by rules that disagree, a selector that
-        does not fit, or nothing trainable at all.
+        that is no regular expression or matches no name (with the nearest names), a rule that can
+        never decide anything because an earlier one always comes first, a weight that no rule
+        covers, one variable claimed under two names by rules that disagree, a selector that does
+        not fit, or nothing trainable at all.
 
     Example:
       >>> from finetune.selectors import nothing, rows
@@ -86,7 +89,7 @@ def resolve(rules: Rules, specs: Mapping[str, VariableSpec]) -> Coverage:
       {'embedding': Selection(rows, 2 of 8), 'kernel': Selection(none, 0 of 8)}
     """
     compiled = _compile(rules)
-    problems = _unmatched(compiled, specs)
+    problems = _undecided(compiled, specs)
     selections: dict[str, Selection] = {}
     decided_by: dict[str, str] = {}
     uncovered: list[str] = []
@@ -147,6 +150,8 @@ def _compile(rules: Rules) -> list[tuple[re.Pattern[str], Selector]]:
     for number, rule in enumerate(rules, 1):
         try:
             pattern, selector = rule
+            if not isinstance(pattern, (str, re.Pattern)):
+                raise TypeError(f"the pattern is a {type(pattern).__name__}, not text.")
             compiled.append((re.compile(pattern), as_selector(selector)))
         except re.error as error:
             problems.append(f"rule {number}: `{pattern}` is no regular expression: {error}")
@@ -157,25 +162,37 @@ def _compile(rules: Rules) -> list[tuple[re.Pattern[str], Selector]]:
     return compiled
 
 
-def _unmatched(
+def _undecided(
     compiled: Sequence[tuple[re.Pattern[str], Selector]], specs: Mapping[str, VariableSpec]
 ) -> list[str]:
     """Names the rules that can never decide anything, with what the user may have meant."""
     problems = []
-    for number, (pattern, selector) in enumerate(compiled, 1):
-        matched = [spec for spec in specs.values() if _matching_names(pattern, spec)]
+    matched_before: list[tuple[int, set[str]]] = []
+    for number, (pattern, selector) in enumerate(compiled):
+        matched = {path for path, spec in specs.items() if _matching_names(pattern, spec)}
+        # An earlier rule for the same variables and no more is a special case of this one, say
+        # ('a/kernel', ...) before ('.*/kernel', ...) in a model with one kernel.
+        wider = [n for n, paths in matched_before if matched < paths]
+        matched_before.append((number, matched))
         if not matched:
-            close = ", ".join(f"`{name}`" for name in nearest(pattern.pattern, specs))
+            near = ", ".join(f"`{name}`" for name in nearest(pattern.pattern, _all_names(specs)))
             problems.append(
-                f"rule {number}: pattern `{pattern.pattern}` matches no variable (patterns must "
-                f"match the whole path); nearest of {len(specs)} paths: {close}."
+                f"rule {number + 1}: pattern `{pattern.pattern}` matches no variable (patterns "
+                f"must match the whole path); nearest of {len(specs)} variables: {near or 'none'}."
+            )
+        elif wider and not _same(compiled[wider[0]][1], selector):
+            first = wider[0]
+            problems.append(
+                f"rule {number + 1} {_text(pattern, selector)} never decides: rule {first + 1} "
+                f"{_text(*compiled[first])} comes first and matches all that it does and more; "
+                f"put rule {number + 1} before it."
             )
         elif selector.text not in ("nothing()", "model_state()") and not any(
-            spec.trainable for spec in matched
+            specs[path].trainable for path in matched
         ):
-            paths = ", ".join(f"`{spec.path}`" for spec in matched[:5])
+            paths = ", ".join(f"`{path}`" for path in specs if path in matched)
             problems.append(
-                f"rule {number} {_text(pattern, selector)} matches only non-trainable state "
+                f"rule {number + 1} {_text(pattern, selector)} matches only non-trainable state "
                 f"({paths}), which no optimizer trains; model_state() lets the model move it."
             )
     return problems
@@ -200,7 +217,7 @@ def _deciding(
         if first_names & later_names:
             continue
         texts = [_text(*compiled[i]) for i in (first, later)]
-        if compiled[first][1].text != compiled[later][1].text:
+        if not _same(compiled[first][1], compiled[later][1]):
             ordered = [next(n for n in names if n in found) for found in (first_names, later_names)]
             return None, (
                 f"`{spec.path}` is one variable with several names: rule {first + 1} {texts[0]} "
@@ -208,6 +225,15 @@ def _deciding(
                 "keep one of the two rules."
             )
     return first, None
+
+
+def _same(one: Selector, other: Selector) -> bool:
+    """Tells whether two selectors are known to select the same; texts may be cut."""
+    return one is other or (one.config is not None and one.config == other.config)
+
+
+def _all_names(specs: Mapping[str, VariableSpec]) -> list[str]:
+    return [name for path, spec in specs.items() for name in spec.names or (path,)]
 
 
 def _matching_names(pattern: re.Pattern[str], spec: VariableSpec) -> set[str]:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+_KERAS_MADE_NAME = re.compile(r"variable(_\d+)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +55,12 @@ def build_with_slots(
         optimizer.build(list(variables))
     of_variable: list[dict[str, keras.Variable]] = [{} for _ in variables]
     shared: dict[str, keras.Variable] = {}
+    attributes = _variables_in_attributes(optimizer)
     for slot in optimizer.variables:
-        index, name = owners.get(id(slot)) or _owner_by_name(slot.name, variables)
+        if id(slot) in attributes:
+            index, name = None, attributes[id(slot)]
+        else:
+            index, name = owners.get(id(slot)) or _owner_by_name(slot.name, variables)
         table = shared if index is None else of_variable[index]
         table[_unused(name, table)] = slot
     return Slots(of_variable, shared)
@@ -98,6 +105,17 @@ def _recorded(
         yield
     finally:
         del vars(optimizer)["add_variable_from_reference"]
+
+
+def _variables_in_attributes(optimizer: keras.optimizers.Optimizer) -> dict[int, str]:
+    """Returns the names of variables that are attributes: no single model variable owns these."""
+    return {
+        # Nadam's product has no name of its own, only one that Keras numbers anew each time.
+        id(value): attribute.strip("_") if _KERAS_MADE_NAME.fullmatch(value.name) else value.name
+        for part in chain(optimizer)
+        for attribute, value in vars(part).items()
+        if isinstance(value, keras.Variable)
+    }
 
 
 def _owner_by_name(name: str, variables: Sequence[keras.Variable]) -> tuple[int | None, str]:

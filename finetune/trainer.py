@@ -25,6 +25,7 @@ from finetune.progress import Progress
 from finetune.rules import Rules, resolve
 from finetune.selection import selections_digest
 from finetune.selectors import as_selector
+from finetune.summaries import write_scalars
 from finetune.task import Task
 
 
@@ -423,10 +424,7 @@ class Trainer:
             )
 
     def _write(self, writer: str, scalars: dict[str, float]) -> None:
-        with self._summaries[writer].as_default(step=self.global_step):
-            for name, value in scalars.items():
-                tf.summary.scalar(name, value)
-        self._summaries[writer].flush()
+        write_scalars(self._summaries[writer], self.global_step, scalars)
 
 
 def readable(metrics: dict[str, float]) -> str:

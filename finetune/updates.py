@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from finetune.packing import Gradient, Packing, sum_duplicates
+from finetune.packing import Gradient, Packing, as_bits, of_bits, sum_duplicates
 from finetune.selection import Selection
 
 
@@ -134,10 +134,7 @@ class DenseUpdate(WholeUpdate):
 
 def where_bits(condition: tf.Tensor, new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
     """Returns `new` where the condition holds and `old` elsewhere, NaN payloads included."""
-    if new.dtype.size == 2:
-        picked = tf.where(condition, tf.bitcast(new, tf.uint16), tf.bitcast(old, tf.uint16))
-        return tf.bitcast(picked, new.dtype)
-    return tf.where(condition, new, old)
+    return of_bits(tf.where(condition, as_bits(new), as_bits(old)), new.dtype)
 
 
 def inner_names(paths: Sequence[str]) -> list[str]:

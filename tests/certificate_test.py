@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from finetune.bundle import digest, fingerprint
 from finetune.certificate import Certificate, certify, differing
-from finetune.loading import Base, from_module
+from finetune.loading import from_module
 from finetune.selection import Selection
 
 BFLOAT16 = tf.bfloat16.as_numpy_dtype
@@ -145,8 +145,7 @@ def test_a_change_too_large_for_a_float_is_still_a_number_in_json():
 
 
 def test_a_value_edited_on_purpose_counts_as_the_base():
-    base = from_module(module_of(x=np.float32([0.1, 2])))
-    base = with_edit(base, "x", np.float32([0, 2]))
+    base = from_module(module_of(x=np.float32([0.1, 2]))).edited({"x": np.float32([0, 2])})
     tuned = np.float32([0, 3])
     certificate = certify(base, {"x": elements(1, of=(2,))}, lambda path: tuned)
     assert certificate.ok
@@ -155,11 +154,6 @@ def test_a_value_edited_on_purpose_counts_as_the_base():
     assert "edited on purpose before training: 2 elements in x" in certificate.summary()
     revived = certify(base, {"x": elements(1, of=(2,))}, lambda path: np.float32([0.1, 3]))
     assert revived.variables[0].first_moved == "[0] was 0.0, is 0.1"
-
-
-def with_edit(base: Base, path: str, value: np.ndarray) -> Base:
-    base.edits = {path: value}
-    return base
 
 
 def test_the_summary_is_a_few_lines_for_a_terminal():

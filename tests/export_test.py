@@ -1,16 +1,19 @@
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from finetune.bundle import Bundle, digest
+from finetune.bundle import Bundle, digest, rewrite
 from finetune.certificate import Certificate
 from finetune.export import FrozenElementsMoved, export
 from finetune.loading import Base, from_module, load
@@ -204,6 +207,25 @@ def test_assets_extras_strings_integers_and_bfloat16_come_along(tuned_small, sma
     assert model.step.numpy() == 7
 
 
+def test_a_base_in_several_data_files_is_exported_in_one(small_dir, tmp_path):
+    rewrite(
+        Bundle(small_dir / "variables" / "variables"),
+        {},
+        tmp_path / "v" / "variables",
+        group_bytes=8,
+    )
+    shutil.rmtree(small_dir / "variables")
+    (tmp_path / "v").rename(small_dir / "variables")
+    base = load(str(small_dir))
+    assert len(base.bundle.files) > 3
+    export(base, {}, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out" / "variables")) == [
+        "variables.data-00000-of-00001",
+        "variables.index",
+    ]
+    assert tf.saved_model.load(str(tmp_path / "out")).kernel.numpy().tolist() == [[1, 2], [3, 4]]
+
+
 def test_an_export_can_be_tuned_and_exported_again(tuned_small, tmp_path):
     base, selections = tuned_small
     first = export(base, selections, tmp_path / "first")
@@ -229,13 +251,13 @@ def test_a_base_edited_on_purpose_is_the_one_that_must_be_kept(small_dir, tmp_pa
     base = load(str(small_dir))
     pruned = base.read("kernel")
     pruned[0, 0] = 0
-    base.edits = {"kernel": pruned}
+    base = base.edited({"kernel": pruned})
     selections = {"kernel": Selection.from_flat((2, 2), [3])}
-    with pytest.raises(FrozenElementsMoved, match=r"at \[0, 0\] was 0, is 1"):
-        export(base, selections, tmp_path / "tuned")
-    variable(base, "kernel").assign(pruned)
     assert export(base, selections, tmp_path / "tuned").variables[0].edited
     assert variable(load(str(tmp_path / "tuned")), "kernel").numpy()[0, 0] == 0
+    variable(base, "kernel").assign([[1.0, 2.0], [3.0, 4.0]])
+    with pytest.raises(FrozenElementsMoved, match=r"at \[0, 0\] was 0, is 1"):
+        export(base, selections, tmp_path / "revived")
 
 
 def checkpoint_module() -> tf.Module:
@@ -281,6 +303,29 @@ def test_a_module_made_in_memory_becomes_a_checkpoint(tmp_path):
     assert module.x.numpy().tolist() == [1, 5]
 
 
+def test_a_compiled_keras_model_is_written_though_its_optimizer_refers_to_the_weights(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1), keras.layers.Dropout(0.5)])
+    model.compile("adam", "mse")
+    model.fit(np.ones([4, 2]), np.ones([4, 1]), verbose=0)
+    base = from_module(model)
+    (kernel,) = (path for path in base.variables if path.endswith("kernel"))
+    variable(base, kernel).assign([[5.0], [6.0]])
+    export(base, {kernel: Selection.all((2, 1))}, tmp_path / "tuned")
+    variable(base, kernel).assign([[0.0], [0.0]])
+    tf.train.Checkpoint(model).read(str(tmp_path / "tuned" / "ckpt")).assert_consumed()
+    assert variable(base, kernel).numpy().tolist() == [[5], [6]]
+
+
+def test_a_tuned_variable_that_the_bases_files_do_not_hold_is_not_lost_in_silence(
+    tuned_small, tmp_path
+):
+    base, selections = tuned_small
+    base = dataclasses.replace(base, _keys={}, _snapshot={p: base.read(p) for p in base.variables})
+    with pytest.raises(ValueError, match=r"no key for them, .* would be lost: kernel\. Freeze"):
+        export(base, selections, tmp_path / "out" / "tuned")
+    assert os.listdir(tmp_path / "out") == []
+
+
 def test_a_target_that_exists_is_kept_unless_it_is_an_export_to_overwrite(tuned_small, tmp_path):
     base, selections = tuned_small
     target = tmp_path / "tuned"
@@ -308,6 +353,12 @@ def test_the_bases_own_folder_is_never_written_to(tuned_small, small_dir, below)
     with pytest.raises(ValueError, match="overlaps with the base's folder"):
         export(base, selections, small_dir / below, overwrite=True)
     assert files_below(small_dir) == before
+
+
+def test_only_local_folders_are_written_to(tuned_small):
+    base, selections = tuned_small
+    with pytest.raises(ValueError, match=r"`directory` \(gs://bucket/tuned\) is not in the local"):
+        export(base, selections, "gs://bucket/tuned")
 
 
 def test_a_failure_in_the_middle_leaves_nothing(tuned_small, tmp_path):

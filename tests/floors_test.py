@@ -10,10 +10,10 @@ CHECKOUT = Path(__file__).parent.parent
 
 # Imports point down: to a lower floor, or to a module further left on the same one.
 FLOORS = [
-    ["version", "paths", "bundle", "selection"],
+    ["version", "preemption", "progress", "summaries", "paths", "bundle", "selection"],
     ["selectors", "rules", "calling", "randomness", "packing", "loading", "delta"],
     ["pruning", "updates", "slots", "optimizer", "scores", "task", "certificate"],
-    ["export"],
+    ["runs", "loop", "export"],
     ["trainer", "__init__"],
     ["examples", "configurables"],
     ["launch"],

@@ -298,19 +298,28 @@ alone = randomness.load_resumable(sys.argv[1])
 ids = tf.reshape(tf.range(64), [2, 32])
 
 @tf.function
-def outputs(n):
+def outputs(n, inside):
     out = tf.TensorArray(tf.float32, n)
     for i in tf.range(n):
-        randomness.set_random_state(module, 5, i)
-        replicas = strategy.run(lambda: module(ids, True))
+        if inside:
+            replicas = strategy.run(lambda: step(i))
+        else:
+            randomness.set_random_state(module, 5, i)
+            replicas = strategy.run(lambda: module(ids, True))
         out = out.write(i, tf.stack(strategy.experimental_local_results(replicas)))
     return out.stack()
 
-together = outputs(4).numpy()
+def step(i):
+    randomness.set_random_state(module, 5, i)
+    return module(ids, True)
+
+together = outputs(4, inside=False).numpy()
+assert together.tobytes() == outputs(4, inside=True).numpy().tobytes()
+randomness.set_random_state(module, 5, 0)
+assert module(ids, True).numpy().tobytes() == together[0, 0].tobytes()
 for step in range(4):
-    for replica in range(2):
-        randomness.set_random_state(alone, 5, step, first_replica=replica)
-        assert alone(ids, True).numpy().tobytes() == together[step, replica].tobytes()
+    randomness.set_random_state(alone, 5, step)
+    assert alone(ids, True).numpy().tobytes() == together[step, 0].tobytes()
     assert together[step, 0].tobytes() != together[step, 1].tobytes()
 """
     )

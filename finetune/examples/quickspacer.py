@@ -7,7 +7,7 @@ follows each character of a string whose spaces were removed:
     conv/kernel           [9, 64, 128]   conv/bias   [128]
     dense/kernel          [3, 128, 1]    dense/bias  [1]
 
-It is called with `(ids, training)`, ids being int32 `[batch, length]`, and returns float32
+It is called with `(ids, training)`, the ids int32 `[batch, length]`, and returns float32
 `[batch, length]`. Dropout lies between the convolutions. Padding is an ordinary embedding row, not
 masked: how far a string is padded changes the outputs of its last five characters.
 """

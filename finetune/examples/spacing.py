@@ -51,7 +51,7 @@ def encode(text: tf.Tensor, table: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.
     """
     codes = tf.strings.unicode_decode(text, "UTF-8")
     is_space = tf.equal(codes, ord(" "))
-    space_follows = tf.concat([is_space[1:], [False]], axis=0)
+    space_follows = tf.concat([is_space, [False]], axis=0)[1:]
     characters = tf.boolean_mask(codes, ~is_space)
     ids = tf.gather(table, tf.minimum(characters, tf.size(table) - 1))
     labels = tf.cast(tf.boolean_mask(space_follows, ~is_space), tf.float32)
