@@ -14,7 +14,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from finetune.model_state import ModelState, components, written_variables
 from finetune.optimizer import MaskedOptimizer
+from finetune.packing import sum_duplicates
 from finetune.randomness import stateful_random_ops
 from finetune.slots import chain
 from finetune.task import Task
@@ -28,8 +30,8 @@ class LoopResult:
       steps: how many steps were taken.
       loss: mean over these steps, regularizer included.
       gradient_norm: mean global norm of the gradient of the trainable elements, before clipping.
-      bad_step: the global step whose loss or gradient was not finite and which was not taken, or
-        None.
+      bad_step: the number of the step whose loss or gradient was not finite and which was not
+        taken, counted from 1, or None.
     """
 
     steps: int
@@ -41,142 +43,187 @@ class LoopResult:
 class TrainLoop:
     """Takes training steps on the trainable elements of a module, inside one tf.function.
 
+    A step that is not finite is not taken: variables, slots and state are as before it.
+
     Args:
       module: what `task.forward` calls.
       variables: the variables with trainable elements, in the order of the optimizer's `build`.
+      others: {path: variable} of all others; what the model writes to of these while it trains,
+        statistics and seeds, is the base's again whenever the loop is not running.
+      moving: {path: variable} of state that the model may move for good.
       optimizer: a built MaskedOptimizer.
       task: forward and loss.
       strategy: where replicas run; a global batch is cut into one part for each.
-      frozen_state: {path: variable} of non-trainable state that the model may use while it trains
-        but that must be as in the base whenever the loop is not running.
+      global_step: int64 variable that counts the steps taken.
       randomness: called with the global step in each replica; seeds the module's random ops.
+      batch_spec: the batches' `element_spec`.
+
+    Attributes:
+      state: the state that the model writes to.
+      untracked: names of variables that a step writes to and that belong to nothing known here.
+      without_gradient: paths of trainable variables that no gradient reaches, once it is traced.
     """
 
     def __init__(
         self,
         module: Any,
         variables: Sequence[tf.Variable],
+        others: Mapping[str, tf.Variable],
+        moving: Mapping[str, tf.Variable],
         optimizer: MaskedOptimizer,
         task: Task,
         strategy: tf.distribute.Strategy,
-        frozen_state: Mapping[str, tf.Variable],
+        global_step: tf.Variable,
         randomness: Callable[[tf.Tensor], Any],
+        batch_spec: Any,
     ):
         self._module = module
         self._variables = list(variables)
         self._optimizer = optimizer
         self._task = task
         self._strategy = strategy
-        self._frozen_state = list(frozen_state.values())
-        # Statistics and seeds go on from one loop to the next here, out of the model's sight.
-        self.working_state = {
-            path: tf.Variable(variable.read_value(), trainable=False)
-            for path, variable in frozen_state.items()
-        }
+        self._global_step = global_step
         self._randomness = randomness
-        self._scaled = any(
+        self._loss_scaled = any(
             isinstance(part, keras.optimizers.LossScaleOptimizer) for part in chain(optimizer.inner)
         )
         self.without_gradient: list[str] = []
         self._function = tf.function(self._run, autograph=False)
+
+        probe = tf.function(self._forward, autograph=False).get_concrete_function(batch_spec)
+        written = {
+            id(copy) for variable in written_variables(probe) for copy in components(variable)
+        }
+
+        def is_written(variable: tf.Variable) -> bool:
+            return any(id(copy) in written for copy in components(variable))
+
+        trained = {str(n): v for n, v in enumerate(variables) if is_written(v)}
+        self.state = ModelState(
+            {p: v for p, v in others.items() if is_written(v)}, {**moving, **trained}
+        )
+        known = {
+            id(c) for v in [*others.values(), *moving.values(), *variables] for c in components(v)
+        }
+        self.untracked = [
+            v.name for v in written_variables(probe) if not {id(c) for c in components(v)} & known
+        ]
 
     @property
     def traces(self) -> int:
         """How often the loop was traced; 1 unless something is wrong."""
         return self._function.experimental_get_tracing_count()
 
-    def stateful_random_ops(self, iterator: Any) -> list[str]:
-        """Returns the random ops of the loop that a resume cannot set back, by name."""
-        return stateful_random_ops(self._function.get_concrete_function(iterator, *_steps(0, 0)))
+    def trace(self, iterator: Any) -> list[str]:
+        """Traces the loop before its first step; returns the random ops that no resume repeats.
 
-    def run(self, iterator: Any, global_step: int, num_steps: int) -> LoopResult:
+        Raises:
+          ValueError: when no gradient reaches any trainable variable.
+        """
+        return stateful_random_ops(self._function.get_concrete_function(iterator, _count(0)))
+
+    def run(self, iterator: Any, num_steps: int) -> LoopResult:
         """Takes up to `num_steps` steps, fewer when a loss or gradient is not finite.
 
         Args:
           iterator: of global batches; must not end.
-          global_step: the number of steps taken before.
           num_steps: how many to take.
         """
-        done, loss, norm, bad = self._function(iterator, *_steps(global_step, num_steps))
+        with self.state.in_use():
+            done, loss, norm, bad = self._function(iterator, _count(num_steps))
         steps = int(done)
         mean = max(steps, 1)
-        bad_step = global_step + steps if bool(bad) else None
+        bad_step = int(self._global_step) + 1 if bool(bad) else None
         return LoopResult(steps, float(loss) / mean, float(norm) / mean, bad_step)
 
-    def _run(self, iterator: Any, global_step: tf.Tensor, num_steps: tf.Tensor) -> Any:
-        base_state = [tf.identity(variable.read_value()) for variable in self._frozen_state]
-        for variable, working in zip(self._frozen_state, self.working_state.values(), strict=True):
-            variable.assign(working)
+    def _run(self, iterator: Any, num_steps: tf.Tensor) -> Any:
         self._optimizer.pull()
 
         def body(done: tf.Tensor, loss: tf.Tensor, norm: tf.Tensor, bad: tf.Tensor) -> Any:
-            step_loss, packed = self._gradients(next(iterator), global_step + done)
+            before = self.state.values()
+            step_loss, packed = self._gradients(next(iterator))
             step_norm = tf.linalg.global_norm([_values(g) for g in packed if g is not None])
+            step_norm /= tf.cast(self._optimizer.scale_loss(tf.constant(1.0)), step_norm.dtype)
             finite = tf.math.is_finite(step_loss)
-            if self._scaled:
+            if not self._loss_scaled:
                 # Infinite gradients are how a loss scale finds its size; the optimizer skips them.
-                step_norm /= tf.cast(self._optimizer.scale_loss(1.0), step_norm.dtype)
-            else:
                 finite &= tf.math.is_finite(step_norm)
+            self.state.settle(finite, before)
             tf.cond(finite, lambda: self._update(packed), lambda: tf.constant(False))
-            one = tf.cast(finite, tf.int64)
             return (
-                done + one,
+                done + tf.cast(finite, tf.int64),
                 loss + tf.where(finite, step_loss, 0.0),
                 norm + tf.where(finite, tf.cast(step_norm, tf.float32), 0.0),
                 bad | ~finite,
             )
 
-        result = tf.while_loop(
+        return tf.while_loop(
             lambda done, loss, norm, bad: (done < num_steps) & ~bad,
             body,
-            (tf.constant(0, tf.int64), tf.constant(0.0), tf.constant(0.0), tf.constant(False)),
+            (_count(0), tf.constant(0.0), tf.constant(0.0), tf.constant(False)),
         )
-        for variable, working, base in zip(
-            self._frozen_state, self.working_state.values(), base_state, strict=True
-        ):
-            working.assign(variable)
-            variable.assign(base)
-        return result
 
     def _update(self, packed: Sequence[Any]) -> tf.Tensor:
         self._optimizer.update(packed)
+        # Here, so that a step and its number are one even if the data fails in the next one.
+        self._global_step.assign_add(1)
         return tf.constant(True)
 
-    def _gradients(self, batch: Any, global_step: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
+    def _gradients(self, batch: Any) -> tuple[tf.Tensor, list[Any]]:
         """Returns the loss of a global batch and the packed gradients, summed over replicas."""
+        step = self._global_step.read_value()
+        loss, packed = self._in_replicas(lambda part: self._replica_gradients(part, step), batch)
+        if self._strategy.num_replicas_in_sync == 1:
+            return loss, packed
+        # Replicas may have touched the same rows, which Keras must see once.
+        reduced = [g if g is None else sum_duplicates(self._summed(g)) for g in packed]
+        return self._summed(loss), reduced
+
+    def _in_replicas(self, function: Callable[[Any], Any], batch: Any) -> Any:
+        """Returns what `function` gives for each replica's part of the batch."""
         replicas = self._strategy.num_replicas_in_sync
         if replicas == 1:
-            return self._replica_gradients(batch, global_step)
+            return function(batch)
 
         def in_replica() -> Any:
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-            return self._replica_gradients(_part(batch, replica, replicas), global_step)
+            return function(_part(batch, replica, replicas))
 
-        loss, packed = self._strategy.run(in_replica)
-        reduced = [
-            None if g is None else self._strategy.reduce(tf.distribute.ReduceOp.SUM, g, axis=None)
-            for g in packed
-        ]
-        return self._strategy.reduce(tf.distribute.ReduceOp.SUM, loss, axis=None), reduced
+        return self._strategy.run(in_replica)
 
-    def _replica_gradients(self, batch: Any, global_step: tf.Tensor) -> tuple[tf.Tensor, list]:
+    def _summed(self, value: Any) -> Any:
+        return self._strategy.reduce(tf.distribute.ReduceOp.SUM, value, axis=None)
+
+    def _replica_gradients(self, batch: Any, step: tf.Tensor) -> tuple[tf.Tensor, list]:
         """Returns this replica's share of the global mean loss and its packed gradients."""
-        self._randomness(global_step)
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        self._randomness(step)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(self._variables)
-            outputs = self._task.forward(self._module, x, training=True)
-            total, count = weighted_sum(self._task.loss(y, outputs), weights)
-            loss = tf.math.divide_no_nan(total, _summed_over_replicas(count))
-            if self._task.regularizer is not None:
-                # Once for the global batch, not once a replica.
-                share = self._strategy.num_replicas_in_sync
-                loss += tf.cast(self._task.regularizer(self._module), loss.dtype) / share
+            loss = self._replica_loss(batch)
             scaled = self._optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled, self._variables)
         self._check_connected(gradients)
         return loss, self._optimizer.pack(gradients)
+
+    def _replica_loss(self, batch: Any) -> tf.Tensor:
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        outputs = self._task.forward(self._module, x, training=True)
+        losses = self._task.loss(y, outputs)
+        replicas = self._strategy.num_replicas_in_sync
+        if replicas > 1 and tf.convert_to_tensor(losses).shape.rank == 0:
+            raise ValueError(
+                "`task.loss` gives one number for a batch, but replicas get parts of different "
+                "sizes: it must not reduce; Keras losses need reduction=None."
+            )
+        total, count = weighted_sum(losses, weights)
+        loss = tf.math.divide_no_nan(total, _summed_over_replicas(count))
+        if self._task.regularizer is not None:
+            # Once for the global batch, not once a replica.
+            loss += tf.cast(self._task.regularizer(self._module), loss.dtype) / replicas
+        return loss
+
+    def _forward(self, batch: Any) -> Any:
+        return self._in_replicas(self._replica_loss, batch)
 
     def _check_connected(self, gradients: Sequence[Any]) -> None:
         paths = [update.path for update in self._optimizer.updates]
@@ -196,14 +243,27 @@ class EvalLoop:
     Args:
       module: what `task.forward` calls.
       task: forward, loss and metrics.
+
+    Attributes:
+      names: of what `run` returns: 'loss' and the metrics' names.
+
+    Raises:
+      ValueError: when two metrics, or one and the loss, have the same name.
     """
 
     def __init__(self, module: Any, task: Task):
         self._module = module
         self._task = task
-        self._loss_sum = tf.Variable(0.0, trainable=False)
-        self._weight_sum = tf.Variable(0.0, trainable=False)
+        # In float32 a long evaluation would lose what a single batch adds.
+        self._loss_sum = tf.Variable(0.0, trainable=False, dtype=tf.float64)
+        self._weight_sum = tf.Variable(0.0, trainable=False, dtype=tf.float64)
         self._metrics = list(task.metrics())
+        self.names = ["loss", *(metric.name for metric in self._metrics)]
+        if len(set(self.names)) < len(self.names):
+            raise ValueError(
+                f"`task.metrics` and the loss are called {', '.join(self.names)}: give each metric "
+                "a name of its own."
+            )
         step = tf.autograph.experimental.do_not_convert(self._step)
         self._function = tf.function(functools.partial(_for_each, step))
 
@@ -216,7 +276,7 @@ class EvalLoop:
         """Returns {'loss': ..., metric name: ...} over all batches of the dataset.
 
         Raises:
-          ValueError: when the dataset holds no batch.
+          ValueError: when the dataset holds no batch, or a metric is not a single number.
         """
         self._loss_sum.assign(0.0)
         self._weight_sum.assign(0.0)
@@ -224,17 +284,16 @@ class EvalLoop:
             metric.reset_state()
         batches = self._function(dataset)
         if int(batches) == 0:
-            raise ValueError("`eval_dataset` holds no batch: nothing can be evaluated.")
+            raise ValueError("`task.eval_dataset` holds no batch: nothing can be evaluated.")
         loss = tf.math.divide_no_nan(self._loss_sum, self._weight_sum)
-        results = {metric.name: float(metric.result()) for metric in self._metrics}
-        return {"loss": float(loss), **results}
+        return {"loss": float(loss), **{m.name: _number(m) for m in self._metrics}}
 
     def _step(self, batch: Any) -> None:
         x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
         outputs = self._task.forward(self._module, x, training=False)
         total, count = weighted_sum(self._task.loss(y, outputs), weights)
-        self._loss_sum.assign_add(total)
-        self._weight_sum.assign_add(count)
+        self._loss_sum.assign_add(tf.cast(total, tf.float64))
+        self._weight_sum.assign_add(tf.cast(count, tf.float64))
         for metric in self._metrics:
             metric.update_state(y, outputs, sample_weight=weights)
 
@@ -271,6 +330,16 @@ def weighted_sum(losses: Any, weights: Any) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.reduce_sum(counted), tf.reduce_sum(weights)
 
 
+def _number(metric: keras.metrics.Metric) -> float:
+    result = metric.result()
+    if isinstance(result, dict) or tf.size(result) != 1:
+        raise ValueError(
+            f"`task.metrics`: {metric.name} gives {result}, not one number: average it, or split "
+            "it into several metrics."
+        )
+    return float(result)
+
+
 def _for_each(step: Callable[[Any], None], dataset: tf.data.Dataset) -> tf.Tensor:
     batches = tf.constant(0)
     for batch in dataset:
@@ -279,8 +348,8 @@ def _for_each(step: Callable[[Any], None], dataset: tf.data.Dataset) -> tf.Tenso
     return batches
 
 
-def _steps(global_step: int, num_steps: int) -> tuple[tf.Tensor, tf.Tensor]:
-    return tf.constant(global_step, tf.int64), tf.constant(num_steps, tf.int64)
+def _count(number: int) -> tf.Tensor:
+    return tf.constant(number, tf.int64)
 
 
 def _values(gradient: Any) -> tf.Tensor:

@@ -346,7 +346,9 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
 
     @property
     def loss_scale_factor(self) -> Any:
-        """The inner optimizer's constant loss scale, which `scale_loss` multiplies by, or None."""
+        """What `scale_loss` multiplies the loss by, or None."""
+        if isinstance(self.inner, keras.optimizers.LossScaleOptimizer):
+            return self.inner.scale_loss(1.0)
         return self.inner.loss_scale_factor
 
     @loss_scale_factor.setter
@@ -358,8 +360,8 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
         if isinstance(inner, keras.optimizers.LossScaleOptimizer):
             raise ValueError(
                 "`inner` (a LossScaleOptimizer) scales the loss already, and another optimizer "
-                "around this one would scale it twice: compile with auto_scale_loss=False, or "
-                "leave the inner LossScaleOptimizer out."
+                "around this one would scale it twice: leave the inner one out (Keras adds one "
+                "itself under mixed_float16), or compile with auto_scale_loss=False."
             )
         inner.loss_scale_factor = loss_scale_factor
 
@@ -390,8 +392,8 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
             ],
             "mode": self.mode,
             "stand_ins": [
-                [path, selection.kind, selection.count]
-                for path, selection in self.coverage.selections.items()
+                [selection.shape, selection.kind, selection.count]
+                for selection in self.coverage.selections.values()
             ] if state.settled else None,
         }  # fmt: skip
 
@@ -442,6 +444,7 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
         state = self._build_state
         if not state.settled:
             return
+        self.frozen_slots_to_zero()
         index: dict[str, Any] = {"variables": []}
         for number, names in enumerate(state.names):
             selection = self.coverage.selections[names[0]]
@@ -472,7 +475,7 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
         # The names of the saved optimizer stay: rules and later files are spelled with them.
         state.names = [tuple(saved[place]["names"]) for place in places]
         selections = {
-            names[0]: _selection_of(saved[place], store.get(f"{place}.indices"))
+            names[0]: _selection_of(saved[place], store, f"{place}.indices")
             for names, place in zip(state.names, places, strict=True)
         }
         self._attach(selections, dict.fromkeys(selections, "saved with the optimizer"))
@@ -494,15 +497,12 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
         of the same shapes as when they were saved.
         """
         state = self._build_state
-        counts = {path: (kind, count) for path, kind, count in state.stand_ins or ()}
-        if list(counts) != state.paths:
+        sizes = state.stand_ins or ()
+        shapes = [tuple(variable.shape) for variable in state.variables]
+        if [tuple(shape) for shape, _, _ in sizes] != shapes:
             return
         selections = {}
-        for path, variable in zip(state.paths, state.variables, strict=True):
-            kind, count = counts[path]
-            shape = tuple(variable.shape)
-            if count > math.prod(shape):
-                return
+        for path, shape, (_, kind, count) in zip(state.paths, shapes, sizes, strict=True):
             indices = None
             if kind in ("rows", "elements"):
                 width = math.prod(shape[1:]) if kind == "rows" else 1
@@ -588,7 +588,7 @@ class _BuildState:
     rules: Any
     module: Any
     selections_follow: bool = False
-    stand_ins: Sequence[tuple[str, str, int]] | None = None
+    stand_ins: Sequence[tuple[Sequence[int], str, int]] | None = None
     settled: bool = False
     given: list[Variable] = dataclasses.field(default_factory=list)
     variables: list[tf.Variable] = dataclasses.field(default_factory=list)
@@ -724,12 +724,12 @@ def _places(saved: Sequence[Mapping[str, Any]], state: _BuildState) -> list[int]
     )
 
 
-def _selection_of(entry: Mapping[str, Any], indices: Any) -> Selection:
+def _selection_of(entry: Mapping[str, Any], store: Any, key: str) -> Selection:
     kind, shape = entry["kind"], entry["shape"]
     if kind in ("none", "all"):
         return Selection.none(shape) if kind == "none" else Selection.all(shape)
     make = Selection.from_rows if kind == "rows" else Selection.from_flat
-    return make(shape, np.asarray(indices))
+    return make(shape, np.asarray(store[key]))
 
 
 def _is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -801,6 +801,9 @@ def _taken(value: tf.Variable, slot: keras.Variable, selection: Selection) -> An
     """Returns the part of a slot's value that fits the new slot, or None."""
     if slot.shape == value.shape:
         return value
+    if not slot.shape:
+        # What Adafactor puts where a vector has no factors.
+        return slot
     if tuple(value.shape) == selection.shape:
         return Packing(selection).gather(value)
     if selection.rows is not None and value.shape == selection.shape[: value.shape.rank]:

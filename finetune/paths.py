@@ -71,8 +71,8 @@ def named_variables(module: Any) -> dict[str, NamedVariable]:
       The variables by path, in the order in which the walk reached them; empty if there are none.
 
     Raises:
-      ValueError: If `module` is not such an object, or holds a Keras variable that has no value
-        yet because its layer is not built.
+      ValueError: If `module` is not such an object, or this is called where Keras variables are
+        tensors, as in a `keras.StatelessScope`.
 
     Example:
 
@@ -90,8 +90,8 @@ def named_variables(module: Any) -> dict[str, NamedVariable]:
         variable = owner.value if isinstance(owner, keras.Variable) else owner
         if not isinstance(variable, tf.Variable):
             raise ValueError(
-                f"`module` ({_kind(module)}) holds a Keras variable without a value, {path!r}: "
-                "build the model (call it once) before its variables are named."
+                f"`module` (a {type(module).__name__}) holds a Keras variable, {path!r}, that has "
+                "no tf.Variable behind it here: call this outside of Keras' scopes."
             )
         if id(variable) not in found:
             if through_optimizer:
@@ -208,7 +208,3 @@ def _is_optimizer(child: Any, name: str) -> bool:
 
 def _is_differentiable(dtype: tf.DType) -> bool:
     return bool(dtype.is_floating or dtype.is_complex)
-
-
-def _kind(module: Any) -> str:
-    return f"a {type(module).__name__}"

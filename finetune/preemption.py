@@ -29,7 +29,8 @@ class Preempted(SystemExit):
 def sigterm_noted() -> Iterator[Callable[[], bool]]:
     """Yields a function that tells whether SIGTERM has arrived; the old handler returns after.
 
-    Outside of the main thread, where Python allows no handlers, the answer is always False.
+    A SIGTERM of which nobody asked any more is sent again to the old handler at the end. Outside
+    of the main thread, where Python allows no handlers, the answer is always False.
 
     Example:
       >>> with sigterm_noted() as preempted:
@@ -38,12 +39,20 @@ def sigterm_noted() -> Iterator[Callable[[], bool]]:
       ...     print(before, preempted())
       False True
     """
-    arrived = threading.Event()
+    arrived, told = threading.Event(), threading.Event()
+
+    def preempted() -> bool:
+        if arrived.is_set():
+            told.set()
+        return arrived.is_set()
+
     if threading.current_thread() is not threading.main_thread():
-        yield arrived.is_set
+        yield preempted
         return
     previous = signal.signal(signal.SIGTERM, lambda number, frame: arrived.set())
     try:
-        yield arrived.is_set
+        yield preempted
     finally:
         signal.signal(signal.SIGTERM, previous)
+        if arrived.is_set() and not told.is_set():
+            signal.raise_signal(signal.SIGTERM)

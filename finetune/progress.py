@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from types import TracebackType
@@ -35,8 +36,14 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._shown and sys.stderr.isatty():
+            # A terminal that does not know its size says 0, where tqdm would draw nothing.
+            known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
             self._bar = tqdm.tqdm(
-                total=self._total, initial=self._step, unit="step", desc="train", leave=True
+                total=self._total,
+                initial=self._step,
+                unit="step",
+                desc="train",
+                ncols=None if known else 80,
             )
         return self
 
@@ -62,7 +69,9 @@ class Progress:
                 logging.info("%s", self._line(loss, now))
 
     def write(self, text: str) -> None:
-        """Prints `text` on stdout without tearing the bar."""
+        """Prints `text` on stdout without tearing the bar, if anything is shown at all."""
+        if not self._shown:
+            return
         with tqdm.tqdm.external_write_mode() if self._bar else contextlib.nullcontext():
             print(text, flush=True)
 

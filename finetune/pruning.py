@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from finetune.loading import Base
 from finetune.rules import Rules, resolve
 
@@ -37,7 +35,6 @@ def prune(base: Base, rules: Rules) -> Base:
     edits = {}
     for path, selection in coverage.selections.items():
         if selection.count and path not in coverage.state:
-            edits[path] = np.where(selection.to_bool(), 0, base.read(path)).astype(
-                base.read(path).dtype
-            )
+            edits[path] = base.read(path)
+            edits[path][selection.to_bool()] = 0
     return base.edited(edits)

@@ -1,17 +1,21 @@
 """What a run keeps in its `model_dir`, and how it finds its way back.
 
-- run.json: what the run is, base, rules, seed and batch size.
+- run.json: what the run is: base, rules, optimizer, seed, batch size.
 - selections.safetensors: which elements are trainable, decided once, on the base.
 - checkpoints/: the latest states, O(trainable elements) each.
 - best/: the state with the best metric, out of reach of the latest ones.
 - evaluations.jsonl: one line for each evaluation.
+
+A checkpoint `ckpt-20` is whole when its seal `ckpt-20.json` fits; the seal is written last.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -21,16 +25,22 @@ from finetune.rules import Coverage
 from finetune.selection import Selection, load_selections, save_selections
 
 _FORMAT = 1
+_LATEST = "checkpoints"
+_BEST = "best"
+_EVALUATIONS = "evaluations.jsonl"
 
 
 class RunMismatch(ValueError):
     """The `model_dir` belongs to another run than the one that was asked for."""
 
 
-def open_run(model_dir: str, coverage_fn: Any, description: Mapping[str, Any]) -> Coverage:
+def open_run(
+    model_dir: str, coverage_fn: Callable[[], Coverage], description: Mapping[str, Any]
+) -> Coverage:
     """Returns what the run's rules decided: as saved in `model_dir`, or now, and then saved.
 
-    Selections are never derived again, since predicates would see moved weights.
+    Once there is a checkpoint, selections are never derived again: predicates would see moved
+    weights.
 
     Args:
       model_dir: folder of the run, made when it does not exist.
@@ -42,7 +52,9 @@ def open_run(model_dir: str, coverage_fn: Any, description: Mapping[str, Any]) -
     """
     path = os.path.join(model_dir, "run.json")
     selections_path = os.path.join(model_dir, "selections.safetensors")
-    if not os.path.exists(path):
+    description = {"format": _FORMAT, **json.loads(json.dumps(dict(description)))}
+    # Without a state there is no run yet, only what a start left that was refused afterwards.
+    if not os.path.exists(path) or not _steps(os.path.join(model_dir, _LATEST)):
         coverage = coverage_fn()
         os.makedirs(model_dir, exist_ok=True)
         save_selections(selections_path, coverage.selections)
@@ -52,20 +64,20 @@ def open_run(model_dir: str, coverage_fn: Any, description: Mapping[str, Any]) -
             "state": sorted(coverage.state),
         }
         # Last, since its presence says that the selections are complete.
-        write_text(path, json.dumps({"format": _FORMAT, **description, **decided}, indent=2))
+        write_text(path, json.dumps({**description, **decided}, indent=2))
         return coverage
     with open(path, encoding="utf-8") as file:
         saved = json.load(file)
     differences = [
-        f"`{name}` was {saved.get(name)!r}, now {value!r}"
-        for name, value in json.loads(json.dumps(dict(description))).items()
-        if saved.get(name) != value
+        line
+        for name, value in description.items()
+        for line in _differences(name, saved.get(name), value)
     ]
     if differences:
         raise RunMismatch(
-            f"`model_dir` ({model_dir}) holds a run that began otherwise: "
-            + "; ".join(differences)
-            + ". Choose another `model_dir`, or start it as it began to go on."
+            f"`model_dir` ({model_dir}) holds a run that began otherwise:\n  - "
+            + "\n  - ".join(differences)
+            + "\nChoose another `model_dir`, or start it as it began to go on."
         )
     return Coverage(
         _in_order(load_selections(selections_path), saved["decided_by"]),
@@ -80,7 +92,8 @@ class Checkpoints:
 
     Args:
       model_dir: folder of the run.
-      objects: {name: trackable} of everything that a resume needs.
+      values: {name: trackable} of what makes the model what it is.
+      position: {name: trackable} of what else a resume needs; the best state goes without.
       identity: {name: string} that a checkpoint must agree with before it is read.
       keep: how many of the latest to keep.
     """
@@ -88,25 +101,23 @@ class Checkpoints:
     def __init__(
         self,
         model_dir: str,
-        objects: Mapping[str, Any],
+        values: Mapping[str, Any],
+        position: Mapping[str, Any],
         identity: Mapping[str, str],
         keep: int,
     ):
+        self._latest = os.path.join(model_dir, _LATEST)
+        self._best = os.path.join(model_dir, _BEST)
         self._identity = dict(identity)
+        self._keep = keep
         marks = {name: tf.Variable(text, trainable=False) for name, text in identity.items()}
-        self._checkpoint = tf.train.Checkpoint(identity=marks, **objects)
-        self._latest = tf.train.CheckpointManager(
-            self._checkpoint, os.path.join(model_dir, "checkpoints"), max_to_keep=keep
-        )
-        self._best = tf.train.CheckpointManager(
-            self._checkpoint, os.path.join(model_dir, "best"), max_to_keep=1
-        )
+        self._values = tf.train.Checkpoint(identity=marks, **values)
+        self._all = tf.train.Checkpoint(identity=marks, **values, **position)
 
     @property
-    def best(self) -> str | None:
-        """The prefix of the best state, or None."""
-        found = _found(self._best)
-        return found[0] if found else None
+    def has_best(self) -> bool:
+        """Whether a best state was saved."""
+        return bool(_steps(self._best))
 
     def save(self, global_step: int) -> None:
         """Saves the present state as the latest.
@@ -114,40 +125,57 @@ class Checkpoints:
         Raises:
           ValueError: when the position in the training data cannot be saved.
         """
-        self._save(self._latest, global_step)
+        try:
+            _write(self._all, self._latest, global_step, self._keep)
+        except (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError) as error:
+            reason = str(error.message).rpartition("}} ")[2].partition(" [Op:")[0]
+            raise ValueError(
+                "The position in the data of `task.train_dataset` cannot be saved, so a resume "
+                f"would not be exact: {reason} Use no from_generator, py_function or tf.random in "
+                "it; stateless random ops are fine."
+            ) from error
 
     def save_best(self, global_step: int) -> None:
         """Saves the present state as the best."""
-        self._save(self._best, global_step)
+        _write(self._values, self._best, global_step, keep=1)
 
     def restore_latest(self) -> str | None:
         """Restores the newest state that is whole; returns its prefix, or None without any.
 
         Raises:
-          RunMismatch: when a checkpoint is of another base or another selection.
-          ValueError: when there are checkpoints and none is readable.
+          RunMismatch: when a checkpoint is of another base, another selection or another optimizer.
+          ValueError: when there are checkpoints and none is whole.
         """
-        prefixes = _found(self._latest)
-        for prefix in prefixes:
+        return self._restore_newest(self._all, self._latest)
+
+    def restore_best(self) -> str | None:
+        """Restores the best state, but no position; else as `restore_latest`."""
+        return self._restore_newest(self._values, self._best)
+
+    def _restore_newest(self, checkpoint: tf.train.Checkpoint, folder: str) -> str | None:
+        steps = _steps(folder)
+        for step in steps:
+            prefix = os.path.join(folder, f"ckpt-{step}")
             try:
-                self.restore(prefix)
-            except tf.errors.OpError as error:
+                _check_seal(prefix)
+                self._check_identity(prefix)
+                _restore(checkpoint, prefix)
+            except (_Damaged, tf.errors.OpError) as error:
                 logging.warning(
                     "Checkpoint %s is damaged (%s); going back to the one before.",
                     prefix,
-                    str(error.message).splitlines()[0],
+                    str(error).splitlines()[0],
                 )
             else:
                 return prefix
-        if prefixes:
+        if steps:
             raise ValueError(
-                f"None of the checkpoints {prefixes} can be read. Delete the folder "
-                f"{os.path.dirname(prefixes[0])} to start the run again from the base."
+                f"None of the checkpoints in {folder} (steps {', '.join(map(str, steps))}) is "
+                "whole. Delete the folder of the run to start it again from the base."
             )
         return None
 
-    def restore(self, prefix: str) -> None:
-        """Restores one state after it proved to be of the same base and selections."""
+    def _check_identity(self, prefix: str) -> None:
         reader = tf.train.load_checkpoint(prefix)
         for name, expected in self._identity.items():
             key = f"identity/{name}/.ATTRIBUTES/VARIABLE_VALUE"
@@ -158,44 +186,93 @@ class Checkpoints:
                     f"run has {expected}. Start from the same base and rules, or choose another "
                     "`model_dir`."
                 )
-        status = self._checkpoint.restore(prefix)
-        try:
-            status.assert_consumed()
-        except AssertionError as error:
-            raise RunMismatch(
-                f"The checkpoint {prefix} does not fit this run (another optimizer?): "
-                f"{str(error).splitlines()[0]} Start as the run began, or choose another "
-                "`model_dir`."
-            ) from error
 
-    def _save(self, manager: tf.train.CheckpointManager, global_step: int) -> None:
-        try:
-            manager.save(checkpoint_number=global_step)
-        except (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError) as error:
-            raise ValueError(
-                "The position in the training data cannot be saved, so a resume would not be "
-                f"exact: {str(error.message).splitlines()[0]} Use no from_generator, py_function "
-                "or tf.random in `train_dataset`; stateless random ops are fine."
-            ) from error
+
+class _Damaged(Exception):
+    """A checkpoint is not what was written."""
+
+
+def _write(checkpoint: tf.train.Checkpoint, folder: str, global_step: int, keep: int) -> None:
+    """Saves a checkpoint, then its seal, then deletes all but the newest `keep`."""
+    os.makedirs(folder, exist_ok=True)
+    prefix = os.path.join(folder, f"ckpt-{global_step}")
+    # A damaged one of the same step may lie there: it must not get the new one's files.
+    _delete(prefix)
+    checkpoint.write(prefix)
+    write_text(f"{prefix}.json", json.dumps(_seal(prefix)))
+    kept = {f"ckpt-{step}" for step in _steps(folder)[:keep]}
+    # What a killed process left without a seal goes too.
+    for name in {name.partition(".")[0].partition("_temp")[0] for name in os.listdir(folder)}:
+        if name.startswith("ckpt-") and name not in kept:
+            _delete(os.path.join(folder, name))
+
+
+def _delete(prefix: str) -> None:
+    folder, name = os.path.split(prefix)
+    # The seal first: without it the rest counts for nothing.
+    for file in sorted(os.listdir(folder), key=lambda file: file != f"{name}.json"):
+        path = os.path.join(folder, file)
+        if file == f"{name}_temp":
+            shutil.rmtree(path)
+        elif file.startswith(f"{name}."):
+            os.remove(path)
+
+
+def _seal(prefix: str) -> dict[str, Any]:
+    """Returns what tells a whole checkpoint from a damaged one.
+
+    TensorFlow checks each tensor against a sum that stands in the index, but not the index.
+    """
+    folder, name = os.path.split(prefix)
+    with open(f"{prefix}.index", "rb") as file:
+        index = hashlib.sha256(file.read()).hexdigest()
+    data = {
+        file: os.path.getsize(os.path.join(folder, file))
+        for file in sorted(os.listdir(folder))
+        if file.startswith(f"{name}.data-")
+    }
+    return {"index_sha256": index, "data_bytes": data}
+
+
+def _check_seal(prefix: str) -> None:
+    try:
+        with open(f"{prefix}.json", encoding="utf-8") as file:
+            written = json.load(file)
+        found = _seal(prefix)
+    except (OSError, ValueError) as error:
+        raise _Damaged(str(error)) from error
+    if written != found:
+        parts = [name for name, value in found.items() if written.get(name) != value]
+        raise _Damaged(f"not the files that were written: another {' and another '.join(parts)}")
+
+
+def _restore(checkpoint: tf.train.Checkpoint, prefix: str) -> None:
+    try:
+        # Restores before it tells what it did not find.
+        checkpoint.read(prefix).assert_consumed()
+    except (AssertionError, ValueError) as error:
+        raise RunMismatch(
+            f"The checkpoint {prefix} does not fit this run, its optimizer or its data: "
+            f"{str(error).splitlines()[0]} Start as the run began, or choose another `model_dir`."
+        ) from error
 
 
 def record_evaluation(model_dir: str, global_step: int, metrics: Mapping[str, float]) -> None:
-    """Appends one evaluation to evaluations.jsonl."""
-    with open(os.path.join(model_dir, "evaluations.jsonl"), "a", encoding="utf-8") as file:
-        file.write(json.dumps({"global_step": global_step, **metrics}) + "\n")
+    """Notes one evaluation in evaluations.jsonl, instead of an earlier one of the same step."""
+    # A resumed run evaluates some steps again.
+    by_step = {line["global_step"]: line for line in evaluations(model_dir)}
+    by_step[global_step] = {"global_step": global_step, **metrics}
+    lines = [json.dumps(by_step[step]) + "\n" for step in sorted(by_step)]
+    write_text(os.path.join(model_dir, _EVALUATIONS), "".join(lines))
 
 
 def evaluations(model_dir: str) -> list[dict[str, float]]:
-    """Returns the run's evaluations, one for each step, oldest first; [] without any."""
-    path = os.path.join(model_dir, "evaluations.jsonl")
+    """Returns the run's evaluations, one for each step, the first step first; [] without any."""
+    path = os.path.join(model_dir, _EVALUATIONS)
     if not os.path.exists(path):
         return []
     with open(path, encoding="utf-8") as file:
-        # A run killed while writing leaves a last line without its end.
-        lines = [json.loads(line) for line in file if line.endswith("\n")]
-    # A resumed run evaluates some steps again.
-    by_step = {line["global_step"]: line for line in lines}
-    return [by_step[step] for step in sorted(by_step)]
+        return [json.loads(line) for line in file]
 
 
 def write_text(path: str, text: str) -> None:
@@ -208,17 +285,33 @@ def write_text(path: str, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _found(manager: tf.train.CheckpointManager) -> Sequence[str]:
-    """Returns the prefixes in the manager's folder, newest first, wherever it was moved to."""
-    folder = manager.directory
+def _steps(folder: str) -> list[int]:
+    """Returns the steps of the sealed checkpoints in a folder, the newest first."""
     if not os.path.isdir(folder):
         return []
+    names = [os.path.splitext(name) for name in os.listdir(folder)]
     steps = [
-        int(name.removeprefix("ckpt-").removesuffix(".index"))
-        for name in os.listdir(folder)
-        if name.startswith("ckpt-") and name.endswith(".index")
+        stem.removeprefix("ckpt-")
+        for stem, extension in names
+        if stem.startswith("ckpt-") and extension == ".json"
     ]
-    return [os.path.join(folder, f"ckpt-{step}") for step in sorted(steps, reverse=True)]
+    return sorted((int(step) for step in steps if step.isdecimal()), reverse=True)
+
+
+def _differences(name: str, saved: Any, now: Any) -> Iterator[str]:
+    """Yields what differs between two JSON values, part by part where both have the same parts."""
+    if isinstance(saved, dict) and isinstance(now, dict):
+        keys = {**saved, **now}
+        if saved.get("class_name") != now.get("class_name"):
+            # What another class was made of would only distract.
+            keys = {"class_name": None}
+        for key in keys:
+            yield from _differences(f"{name}.{key}", saved.get(key), now.get(key))
+    elif isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
+        for number, (one, other) in enumerate(zip(saved, now, strict=True)):
+            yield from _differences(f"{name}[{number}]", one, other)
+    elif saved != now:
+        yield f"`{name}` was {saved!r}, is {now!r}"
 
 
 def _in_order(

@@ -259,7 +259,13 @@ def save_selections(path: str | os.PathLike[str], selections: Mapping[str, Selec
     Args:
       path: the file to write; it is written beside its target and renamed. Its folder must exist.
       selections: {variable path: Selection}.
+
+    Raises:
+      ValueError: when the folder does not exist.
     """
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise ValueError(f"`path` ({path}): the folder {folder} does not exist; make it first.")
     tensors = {name: s._indices for name, s in selections.items() if len(s._indices)}
     forms = {name: [s.kind, list(s.shape)] for name, s in selections.items()}
     metadata = {"format": _FORMAT, "selections": json.dumps(forms)}

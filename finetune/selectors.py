@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from finetune.paths import nearest
-from finetune.selection import Selection, indices_along, integers
+from finetune.selection import Selection, indices_along, integers, selections_digest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Selector:
       '((columns([0]) | nonzeros()) - rows([1]))'
     """
 
-    __slots__ = ("_config", "_select", "moves_state", "text")
+    __slots__ = ("_config", "_identity", "_select", "moves_state", "text")
 
     # Lets `array | selector` come here instead of to NumPy, which would go element by element.
     __array_ufunc__ = None
@@ -74,8 +74,10 @@ class Selector:
         select: Callable[[VariableSpec], Any],
         config: Mapping[str, Any] | None = None,
         moves_state: bool = False,
+        identity: str | None = None,
     ):
         self.text = text
+        self._identity = identity
         self.moves_state = moves_state
         self._config = config
         self._select = select
@@ -87,6 +89,16 @@ class Selector:
         None when it holds boolean arrays or functions of the user.
         """
         return _plain(self._config)
+
+    @property
+    def identity(self) -> str:
+        """Text that is another for a selector that selects otherwise, as `text` may not be.
+
+        Functions of the user are told apart by their names only.
+        """
+        if self._config is not None:
+            return json.dumps(self.config, sort_keys=True)
+        return self._identity or self.text
 
     def __call__(self, spec: VariableSpec) -> Selection:
         """Returns the selection for one variable.
@@ -234,7 +246,8 @@ def boolean(trainable: Any) -> Selector:
         path = os.fspath(trainable)
         return _named("boolean", lambda spec: _load_boolean(path), {"trainable": path}, repr(path))
     selection = Selection.from_bool(trainable)
-    return Selector(f"boolean(array of shape {selection.shape})", lambda spec: selection)
+    text = f"boolean(array of shape {selection.shape})"
+    return Selector(text, lambda spec: selection, identity=_identity_of(selection))
 
 
 def zeros() -> Selector:
@@ -350,6 +363,7 @@ def complement(selector: SelectorLike) -> Selector:
         f"~{part.text}",
         lambda spec: ~part._selection(spec),
         part._config and {"name": "complement", "arguments": {"selector": part._config}},
+        identity=None if part._config else f"~{part.identity}",
     )
 
 
@@ -362,7 +376,7 @@ def as_selector(value: SelectorLike) -> Selector:
     if isinstance(value, Selector):
         return value
     if isinstance(value, Selection):
-        return Selector(repr(value), lambda spec: value)
+        return Selector(repr(value), lambda spec: value, identity=_identity_of(value))
     if isinstance(value, np.ndarray):
         return boolean(value)
     if not callable(value):
@@ -505,7 +519,17 @@ def _combined(
         return functools.reduce(merge, selections)
 
     again = {"name": name, "arguments": arguments} if all(_configs(parts)) else None
-    return Selector(f"({symbol.join(part.text for part in parts)})", select, again)
+    return Selector(
+        f"({symbol.join(part.text for part in parts)})",
+        select,
+        again,
+        # Index lists may be long; nobody may ever ask.
+        identity=None if again else f"({symbol.join(part.identity for part in parts)})",
+    )
+
+
+def _identity_of(selection: Selection) -> str:
+    return selections_digest({"": selection})
 
 
 def _as_selection(value: Any, shape: tuple[int, ...]) -> Selection:

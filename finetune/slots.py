@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -60,7 +60,7 @@ def build_with_slots(
         if id(slot) in attributes:
             index, name = None, attributes[id(slot)]
         else:
-            index, name = owners.get(id(slot)) or _owner_by_name(slot.name, variables)
+            index, name = owners.get(id(slot)) or _owner_by_name(slot.name, variables, of_variable)
         table = shared if index is None else of_variable[index]
         table[_unused(name, table)] = slot
     return Slots(of_variable, shared)
@@ -118,19 +118,26 @@ def _variables_in_attributes(optimizer: keras.optimizers.Optimizer) -> dict[int,
     }
 
 
-def _owner_by_name(name: str, variables: Sequence[keras.Variable]) -> tuple[int | None, str]:
+def _owner_by_name(
+    name: str,
+    variables: Sequence[keras.Variable],
+    of_variable: Sequence[Mapping[str, keras.Variable]],
+) -> tuple[int | None, str]:
     """Finds the owner of a slot that was not made by reference, as Adafactor's factors are not.
 
     Optimizers that a MultiOptimizer's function makes during the build are not recorded either;
-    their slots are named after their variable's path.
+    their slots are named after their variable's path, and `a/b` and `a_b` look alike there: of
+    these the first that lacks such a slot is the owner, as slots are made in the variables' order.
     """
     best: tuple[int, int | None, str] = (0, None, name)
     for number, variable in enumerate(variables):
         if name == variable.name:
             return number, "factor"
         prefix = variable.path.replace("/", "_") + "_"
-        if name.startswith(prefix) and len(prefix) > best[0]:
-            best = (len(prefix), number, name[len(prefix) :])
+        slot_name = name[len(prefix) :]
+        longer = name.startswith(prefix) and len(prefix) > best[0]
+        if longer and slot_name not in of_variable[number]:
+            best = (len(prefix), number, slot_name)
     return best[1], best[2]
 
 

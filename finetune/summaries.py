@@ -1,4 +1,4 @@
-"""Scalars for TensorBoard, written by TensorFlow alone: TensorBoard is needed to look, not to run."""
+"""Scalars for TensorBoard, written by TensorFlow alone: only looking at them needs TensorBoard."""
 
 from __future__ import annotations
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
 import math
+import numbers
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,11 +21,15 @@ import tensorflow as tf
 from absl import logging
 
 from finetune import runs
+from finetune.bundle import digest
+from finetune.calling import call
 from finetune.certificate import Certificate, certify
 from finetune.export import export
 from finetune.loading import Base, load
 from finetune.loop import EvalLoop, LoopResult, TrainLoop
+from finetune.model_state import components
 from finetune.optimizer import MaskedOptimizer
+from finetune.paths import nearest
 from finetune.preemption import Preempted, sigterm_noted
 from finetune.progress import Progress
 from finetune.rules import Rules, resolve
@@ -33,29 +43,40 @@ class NonFiniteError(ValueError):
     """The loss or a gradient was NaN or infinite; nothing of that step reached the model."""
 
 
+# The Trainer that has a module's values in its hands: another one begins with the base's again.
+_trainer_of: weakref.WeakKeyDictionary[Any, weakref.ref[Trainer]] = weakref.WeakKeyDictionary()
+
+
 class Trainer:
     """Trains exactly the elements that the rules name, and goes on where an earlier run stopped.
 
-    Making a Trainer decides the coverage and, when `model_dir` holds a run already, restores its
-    newest whole checkpoint: trainable elements, slots, step, random state, data position. A run
-    killed at any step and started again ends bit-identical to one that was not.
+    Making a Trainer decides the coverage and gives the module the base's values; when `model_dir`
+    holds a run already, its newest whole checkpoint is restored: trainable elements, slots, step,
+    random state, data position. A run killed at any step and started again ends bit-identical to
+    one that was not. State that the model moves by itself, statistics and seeds, is live in
+    training and the base's again after it, unless a rule says `model_state()`.
+
+    Make and use it outside of the strategy's scope. A base serves one Trainer at a time.
 
     Args:
       base: what to start from: a `finetune.Base`, the path of a SavedModel, or a function that
         returns a Base (called inside the strategy's scope).
       rules: (pattern, selector) pairs; the first that matches a variable's whole path wins.
-      task: data, loss and metrics.
+      task: data, loss and metrics. Its default `forward` calls the base's `endpoint`.
       optimizer: any Keras 3 optimizer; clipping, EMA, accumulation, loss scale and schedules are
         its arguments.
-      model_dir: where the run keeps its checkpoints, TensorBoard events and evaluations.
-      strategy: a tf.distribute strategy; by default the current one.
+      model_dir: local folder where the run keeps its checkpoints, TensorBoard events and
+        evaluations.
+      strategy: a tf.distribute.MirroredStrategy or OneDeviceStrategy; by default none.
       batch_size: examples in a global batch.
-      num_steps: the step at which `train` stops, counted from the base.
+      num_steps: the step at which `train` stops, counted from the base. Each batch is a step, with
+        gradient accumulation too.
       steps_per_loop: steps in one call of the compiled loop; SIGTERM is heeded between two calls.
       eval_every: steps between evaluations; by default only `evaluate` evaluates.
       checkpoint_every: steps between checkpoints; by default `eval_every`, else ten loops.
       seed: of the data order and of the model's random ops.
-      best_metric: name of the metric that decides what is kept in `best/` and exported.
+      best_metric: 'loss' or the name of a metric, which decides what is kept in `best/` and
+        exported.
       best_mode: 'max' or 'min': which value of `best_metric` is better.
       patience: stop after so many evaluations in a row without a better `best_metric`.
       mode: how partly trainable variables are updated: 'auto', 'packed' or 'dense'.
@@ -63,9 +84,10 @@ class Trainer:
       progress: False shows no progress.
 
     Raises:
-      ValueError: for arguments out of range, rules that do not fit the base, or a base that was
-        not made under the strategy.
-      finetune.runs.RunMismatch: when `model_dir` holds a run that began otherwise.
+      ValueError: for arguments out of range, rules or data that do not fit, a strategy that is not
+        supported, or a base that was not made under it.
+      finetune.runs.RunMismatch: when `model_dir` holds a run that began otherwise: of another base,
+        other rules, another optimizer or arguments of it, `seed`, `batch_size` or `mode`.
 
     Example: see the README; a run needs a model and data.
     """
@@ -96,32 +118,65 @@ class Trainer:
             batch_size=batch_size, num_steps=num_steps, steps_per_loop=steps_per_loop,
             eval_every=eval_every, checkpoint_every=checkpoint_every, patience=patience, keep=keep,
         )  # fmt: skip
+        if not _is_whole(seed):
+            raise ValueError(f"`seed` ({seed!r}) must be a whole number.")
         _check_best(best_metric, best_mode, patience, eval_every)
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise ValueError(
+                f"`optimizer` ({optimizer!r}) must be a Keras 3 optimizer, for instance "
+                "keras.optimizers.Adam(1e-3)."
+            )
         if isinstance(optimizer, MaskedOptimizer):
-            raise ValueError("`optimizer` is a MaskedOptimizer already: give the Trainer the inner")
-        self.strategy = strategy or tf.distribute.get_strategy()
+            raise ValueError(
+                "`optimizer` is a MaskedOptimizer already: give the Trainer the optimizer inside "
+                "it, and the rules as `rules`."
+            )
+        if "://" in os.fspath(model_dir):
+            raise ValueError(f"`model_dir` ({model_dir}) must be a local folder.")
+        self.strategy = _supported(strategy)
         self.base = _base(base, self.strategy)
         self.task = task
         self.model_dir = os.fspath(model_dir)
-        self.batch_size = batch_size
+        self.batch_size = int(batch_size)
         self.num_steps = num_steps
         self.steps_per_loop = steps_per_loop
         self.eval_every = eval_every
         self.checkpoint_every = checkpoint_every or eval_every or 10 * steps_per_loop
-        self.seed = seed
+        self.seed = int(seed)
         self.best_metric = best_metric
         self.best_mode = best_mode
         self.patience = patience
         self.progress = progress
 
+        if task.forward is call and self.base.endpoint is not None:
+            task = dataclasses.replace(
+                task, forward=functools.partial(call, endpoint=self.base.endpoint)
+            )
+        self._eval_loop = EvalLoop(self.base.module, task)
+        if best_metric is not None and best_metric not in self._eval_loop.names:
+            raise ValueError(
+                f"`best_metric` ({best_metric!r}) is not among the task's metrics, which are: "
+                f"{', '.join(nearest(best_metric, self._eval_loop.names, 100))}."
+            )
+        data = task.train_dataset(self.batch_size, self.seed)
+        _check_dataset("train_dataset", data)
+        self._iterator = iter(_endless(data))
+        self._eval_dataset = task.eval_dataset(self.batch_size)
+        _check_dataset("eval_dataset", self._eval_dataset)
+        if self._eval_dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+            raise ValueError("`task.eval_dataset` never ends: an evaluation is one pass over it.")
+
+        _take(self.base, self)
         self.coverage = runs.open_run(
             self.model_dir,
             lambda: resolve(rules, self.base.specs()),
             {
                 "base": self.base.fingerprint,
-                "rules": [[pattern, as_selector(selector).text] for pattern, selector in rules],
-                "seed": seed,
-                "batch_size": batch_size,
+                "rules": _described_rules(rules, self.base),
+                "optimizer": _described_optimizer(optimizer),
+                "mode": mode,
+                "seed": self.seed,
+                "batch_size": self.batch_size,
             },
         )
         trained = {
@@ -129,40 +184,46 @@ class Trainer:
             for path, selection in self.coverage.selections.items()
             if selection.count and path not in self.coverage.state
         }
-        variables = {path: self.base.variables[path].variable for path in trained}
+        variables = {path: named.variable for path, named in self.base.variables.items()}
         self.optimizer = MaskedOptimizer(optimizer, trained, mode=mode)
-        self.optimizer.build(list(variables.values()), list(variables))
-        frozen_state = {
-            path: self.base.variables[path].variable
-            for path in self.coverage.state - self.coverage.moving_state
-        }
-        self._train_loop = TrainLoop(
-            self.base.module, list(variables.values()), self.optimizer, task, self.strategy,
-            dict(sorted(frozen_state.items())), self._seed_random_ops,
-        )  # fmt: skip
-        self._eval_loop = EvalLoop(self.base.module, task)
-        self._iterator = iter(_endless(task.train_dataset(batch_size, seed)))
-        self._eval_dataset = task.eval_dataset(batch_size)
-
+        self.optimizer.build([variables[path] for path in trained], list(trained))
         self._global_step = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._best_value = tf.Variable(math.nan, dtype=tf.float64, trainable=False)
         self._stale = tf.Variable(0, dtype=tf.int64, trainable=False)
+        moving = {path: variables[path] for path in sorted(self.coverage.moving_state)}
+        self._train_loop = TrainLoop(
+            self.base.module,
+            [variables[path] for path in trained],
+            {p: v for p, v in sorted(variables.items()) if p not in trained and p not in moving},
+            moving,
+            self.optimizer,
+            task,
+            self.strategy,
+            self._global_step,
+            self._seed_random_ops,
+            self._iterator.element_spec,
+        )
         self._checkpoints = runs.Checkpoints(
             self.model_dir,
-            self._checkpointed(),
+            self._saved_values(),
+            {
+                "working_state": self._train_loop.state.working,
+                "global_step": self._global_step,
+                "best_value": self._best_value,
+                "stale": self._stale,
+                "iterator": self._iterator,
+            },
             {
                 "base": self.base.fingerprint,
                 "selections": selections_digest(self.coverage.selections),
             },
             keep,
         )
-        self._summaries = {
-            name: tf.summary.create_file_writer(os.path.join(self.model_dir, name))
-            for name in ("train", "eval")
-        }
+        self._summaries: dict[str, tf.summary.SummaryWriter] = {}
         self._saved_step: int | None = None
         if self._checkpoints.restore_latest() is not None:
             self._after_restore()
+            self._saved_step = self.global_step
             logging.info("Going on from step %d of %s.", self.global_step, self.model_dir)
 
     @property
@@ -187,7 +248,8 @@ class Trainer:
           num_steps: the step to stop at; by default the constructor's.
 
         Returns:
-          {'global_step': ..., 'loss': mean of the last loop}, and the last evaluation's metrics.
+          {'global_step': the step it stopped at}; when any step was taken, also 'loss', its mean
+          over the last loop; and the last evaluation's numbers as 'eval_loss' and so on.
 
         Raises:
           NonFiniteError: when loss or gradients are NaN or infinite; names the step. The last
@@ -196,27 +258,30 @@ class Trainer:
           ValueError: when no gradient reaches a trainable variable, or the data is empty or its
             position cannot be saved.
         """
+        self._check_in_hand()
+        _check_counts(num_steps=num_steps)
         target = num_steps if num_steps is not None else self.num_steps
         if target is None:
             raise ValueError("`num_steps` (None) must be given, to the Trainer or to `train`.")
-        result: dict[str, float] = {}
         if self.global_step >= target or self._enough():
             logging.info("Nothing to do: step %d of %d is reached.", self.global_step, target)
-            return {"global_step": self.global_step, **result}
+            return {"global_step": self.global_step}
+        result: dict[str, float] = {}
         with (
             sigterm_noted() as preempted,
             Progress(target, self.global_step, self.progress) as progress,
         ):
+            if not self._train_loop.traces:
+                self._warn(self._train_loop.trace(self._iterator))
             if self._saved_step is None:
                 # Shows at once whether a resume is possible, and is the last good state of a run
                 # whose first loss is NaN.
                 self._save()
-                self._write("train", {"trainable_share": self.coverage.trainable /
-                                      max(self.coverage.total, 1)})  # fmt: skip
-                self._warn_of_randomness()
+                share = self.coverage.trainable / max(self.coverage.total, 1)
+                self._write("train", {"trainable_share": share})
             while self.global_step < target and not self._enough():
                 loop = self._loop(self._steps_to_go(target))
-                result = {"loss": loop.loss}
+                result["loss"] = loop.loss
                 progress.update(self.global_step, loop.loss)
                 if self.eval_every and self.global_step % self.eval_every == 0:
                     metrics = self.evaluate()
@@ -235,8 +300,12 @@ class Trainer:
         """Returns {'loss': ..., metric: ...} of the present model over the evaluation data.
 
         With `use_ema` the moving averages are evaluated. The result is also written to TensorBoard
-        and to evaluations.jsonl.
+        and to evaluations.jsonl. The regularizer is no part of this loss.
+
+        Raises:
+          ValueError: when there is no data, or a metric is not a single number.
         """
+        self._check_in_hand()
         with self._averaged():
             metrics = self._eval_loop.run(self._eval_dataset)
         self._write("eval", metrics)
@@ -244,7 +313,11 @@ class Trainer:
         return metrics
 
     def certificate(self) -> Certificate:
-        """Returns what changed against the base in the present model, and proof of what did not."""
+        """Returns what changed against the base in the present model, and proof of what did not.
+
+        With `use_ema` of the moving averages, as everywhere.
+        """
+        self._check_in_hand()
         with self._averaged():
             return certify(
                 self.base,
@@ -262,7 +335,7 @@ class Trainer:
 
         Args:
           directory: must not exist yet; by default `model_dir`/export.
-          overwrite: True replaces what stands there.
+          overwrite: True replaces an earlier export.
 
         Returns:
           The directory.
@@ -271,6 +344,7 @@ class Trainer:
           finetune.export.FrozenElementsMoved: when a frozen element differs from the base.
           ValueError: when the directory exists.
         """
+        self._check_in_hand()
         directory = os.path.join(self.model_dir, "export") if directory is None else directory
         with self._exported_state(), self._averaged():
             export(
@@ -290,17 +364,10 @@ class Trainer:
 
     def _loop(self, num_steps: int) -> LoopResult:
         began = time.monotonic()
-        first = self.global_step
         try:
-            loop = self._train_loop.run(self._iterator, first, num_steps)
+            loop = self._train_loop.run(self._iterator, num_steps)
         except tf.errors.OutOfRangeError as error:
             raise ValueError("`task.train_dataset` holds no batch: nothing to train on.") from error
-        self._global_step.assign_add(loop.steps)
-        if self._train_loop.traces == 1 and first == 0 and self._train_loop.without_gradient:
-            logging.warning(
-                "No gradient reaches %s: trainable by the rules, but they will not move.",
-                ", ".join(self._train_loop.without_gradient),
-            )
         if loop.bad_step is not None:
             raise NonFiniteError(
                 f"The loss or a gradient is not finite at step {loop.bad_step}. The step was not "
@@ -332,11 +399,6 @@ class Trainer:
     def _note_best(self, metrics: dict[str, float]) -> None:
         if self.best_metric is None:
             return
-        if self.best_metric not in metrics:
-            raise ValueError(
-                f"`best_metric` ({self.best_metric!r}) is not among the task's metrics: "
-                f"{', '.join(metrics)}."
-            )
         value, best = metrics[self.best_metric], float(self._best_value)
         sign = 1 if self.best_mode == "max" else -1
         if math.isnan(best) or sign * value > sign * best:
@@ -359,10 +421,12 @@ class Trainer:
         for update in self.optimizer.updates:
             update.before()
             update.push()
-        self._saved_step = self.global_step
 
-    def _checkpointed(self) -> dict[str, Any]:
-        """Returns everything that a resume needs, by path; O(trainable elements) when packed."""
+    def _saved_values(self) -> dict[str, Any]:
+        """Returns what makes the model and its optimizer what they are, by path.
+
+        O(trainable elements) where they are packed.
+        """
         return {
             "values": {u.path: u.inner_variable.value for u in self.optimizer.updates},
             "slots": {
@@ -370,61 +434,75 @@ class Trainer:
                 for path, slots in self.optimizer.slots.items()
             },
             "shared": {n: slot.value for n, slot in self.optimizer.shared_slots.items()},
-            "working_state": self._train_loop.working_state,
             "moving_state": {
                 path: self.base.variables[path].variable
                 for path in sorted(self.coverage.moving_state)
             },
-            "global_step": self._global_step,
-            "best_value": self._best_value,
-            "stale": self._stale,
-            "iterator": self._iterator,
         }
 
     @contextlib.contextmanager
     def _exported_state(self) -> Iterator[None]:
-        """Gives the model its best state inside the `with`, if one is kept, then the latest."""
-        best = self._checkpoints.best if self.best_metric else None
-        if best is None:
+        """Gives the model its best state inside the `with`, if one is kept, then the present."""
+        if self.best_metric is None or not self._checkpoints.has_best:
             yield
             return
-        self._save()
-        self._checkpoints.restore(best)
-        self._after_restore()
+        variables = tf.nest.flatten(self._saved_values())
+        present = [tf.identity(components(variable)[0].read_value()) for variable in variables]
         try:
+            self._checkpoints.restore_best()
+            self._after_restore()
             yield
         finally:
-            self._checkpoints.restore_latest()
+            for variable, value in zip(variables, present, strict=True):
+                variable.assign(value)
             self._after_restore()
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[None]:
-        # Before the first step there is no average yet, and the slots hold zeros.
-        with contextlib.ExitStack() as stack:
-            if self.global_step:
-                stack.enter_context(self.optimizer.averaged())
+        with self.optimizer.averaged():
             yield
 
     def _value(self, path: str) -> np.ndarray:
-        variable = self.base.variables[path].variable
-        if isinstance(variable, tf.distribute.DistributedValues):
-            variable = variable.values[0]
-        return variable.numpy()
+        return components(self.base.variables[path].variable)[0].numpy()
 
     def _seed_random_ops(self, global_step: tf.Tensor) -> Any:
         return self.base.set_random_state(self.seed, global_step)
 
-    def _warn_of_randomness(self) -> None:
-        names = self._train_loop.stateful_random_ops(self._iterator)
-        if names:
+    def _check_in_hand(self) -> None:
+        if tf.distribute.has_strategy():
+            raise ValueError(_IN_SCOPE)
+        if _trainer_of[self.base.module]() is not self:
+            raise ValueError(
+                f"The base's module is in the hands of a Trainer that was made later, so its "
+                f"values are no more those of the run in {self.model_dir}. Make this Trainer "
+                "again to go on from its last checkpoint, or load a base for each Trainer."
+            )
+
+    def _warn(self, random_ops: list[str]) -> None:
+        """Says before the first step what will not move, and what a resume will not repeat."""
+        if self._train_loop.without_gradient:
+            logging.warning(
+                "No gradient reaches %s: trainable by the rules, but they will not move.",
+                _some(self._train_loop.without_gradient),
+            )
+        if random_ops:
             logging.warning(
                 "A resume of this run will not be bit-exact: %s draw random numbers from a state "
                 "that cannot be saved. Keras layers and stateless random ops can.",
-                ", ".join(names[:10]),
+                _some(random_ops),
+            )
+        if self._train_loop.untracked:
+            logging.warning(
+                "A resume of this run will not be bit-exact: a step writes to the variables %s, "
+                "which the module does not hold, so they are not saved.",
+                _some(self._train_loop.untracked),
             )
 
-    def _write(self, writer: str, scalars: dict[str, float]) -> None:
-        write_scalars(self._summaries[writer], self.global_step, scalars)
+    def _write(self, name: str, scalars: dict[str, float]) -> None:
+        if name not in self._summaries:
+            folder = os.path.join(self.model_dir, name)
+            self._summaries[name] = tf.summary.create_file_writer(folder)
+        write_scalars(self._summaries[name], self.global_step, scalars)
 
 
 def readable(metrics: dict[str, float]) -> str:
@@ -437,22 +515,96 @@ def readable(metrics: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
+_IN_SCOPE = (
+    "A Trainer is made and used outside of `strategy.scope()`: give it the strategy as `strategy`."
+)
+
+
+def _supported(strategy: tf.distribute.Strategy | None) -> tf.distribute.Strategy:
+    if tf.distribute.has_strategy():
+        raise ValueError(_IN_SCOPE)
+    supported = (tf.distribute.MirroredStrategy, tf.distribute.OneDeviceStrategy)
+    if strategy is not None and not isinstance(strategy, supported):
+        raise ValueError(
+            f"`strategy` ({type(strategy).__name__}) is not supported yet: use MirroredStrategy "
+            "for the devices of one machine, OneDeviceStrategy, or None."
+        )
+    return strategy or tf.distribute.get_strategy()
+
+
 def _base(base: Base | str | Callable[[], Base], strategy: tf.distribute.Strategy) -> Base:
     if not isinstance(base, Base):
-        with strategy.scope():
-            base = load(base) if isinstance(base, (str, os.PathLike)) else base()
-    if strategy.num_replicas_in_sync > 1:
-        plain = [
-            path for path, named in base.variables.items()
-            if not isinstance(named.variable, tf.distribute.DistributedValues)
-        ]  # fmt: skip
-        if plain:
+        if not callable(base) and not isinstance(base, (str, os.PathLike)):
             raise ValueError(
-                f"`base` was not loaded under the strategy ({type(strategy).__name__}): "
-                f"`{plain[0]}` is a single copy. Pass a path or a function that returns the Base, "
-                "or load it inside `with strategy.scope():`."
+                f"`base` ({base!r}) must be a finetune.Base, as finetune.load and "
+                "finetune.from_module return it, a path, or a function that returns one."
+            )
+        with strategy.scope():
+            base = base() if callable(base) else load(base)
+    if not isinstance(base, Base):
+        raise ValueError(f"`base` is a function that returned {base!r}, not a finetune.Base.")
+    replicas = strategy.num_replicas_in_sync
+    for path, named in base.variables.items():
+        copies = len(components(named.variable))
+        if copies != replicas:
+            raise ValueError(
+                f"`base` was not loaded under `strategy` ({type(strategy).__name__}, replicas: "
+                f"{replicas}): the number of copies of `{path}` is {copies}. Pass a path or a "
+                "function that returns the Base, or load it inside `with strategy.scope():`."
             )
     return base
+
+
+def _take(base: Base, trainer: Trainer) -> None:
+    """Gives the module the base's values, which an earlier Trainer may have moved."""
+    _trainer_of[base.module] = weakref.ref(trainer)
+    digests = base.digests
+    for path, named in base.variables.items():
+        text = object if named.dtype == tf.string else None
+        values = [np.asarray(copy.numpy(), text) for copy in components(named.variable)]
+        if any(digest(value) != digests[path] for value in values):
+            named.variable.assign(base.read(path))
+
+
+def _described_rules(rules: Rules, base: Base) -> list[str]:
+    """Returns a text for each rule that is another when the rule selects otherwise."""
+    try:
+        pairs = [(getattr(p, "pattern", p), as_selector(selector)) for p, selector in rules]
+    except (TypeError, ValueError):
+        resolve(rules, base.specs())  # Says what is wrong, and how rules are written.
+        raise
+    return [
+        f"('{pattern}', {s.text}) sha256 {hashlib.sha256(s.identity.encode()).hexdigest()[:16]}"
+        for pattern, s in pairs
+    ]
+
+
+def _described_optimizer(optimizer: keras.optimizers.Optimizer) -> Any:
+    try:
+        config = keras.saving.serialize_keras_object(optimizer)
+        return _without_names(json.loads(json.dumps(config)))
+    except (TypeError, ValueError, NotImplementedError):
+        # A function or class of the user that does not tell what it was made of.
+        return {"class_name": type(optimizer).__name__}
+
+
+def _without_names(config: Any) -> Any:
+    """Keras numbers the names of optimizers within a process: they say nothing."""
+    if isinstance(config, list):
+        return [_without_names(item) for item in config]
+    if not isinstance(config, dict):
+        return config
+    return {key: _without_names(value) for key, value in config.items() if key != "name"}
+
+
+def _check_dataset(name: str, dataset: Any) -> None:
+    if not isinstance(dataset, tf.data.Dataset):
+        raise ValueError(f"`task.{name}` gave {dataset!r}, not a tf.data.Dataset.")
+    spec = dataset.element_spec
+    if not isinstance(spec, tuple) or len(spec) not in (2, 3):
+        raise ValueError(
+            f"`task.{name}` gives elements {spec}: they must be tuples (x, y) or (x, y, weights)."
+        )
 
 
 def _endless(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -463,10 +615,14 @@ def _endless(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def _check_counts(**counts: int | None) -> None:
     wrong = [
         f"`{name}` ({value!r})" for name, value in counts.items()
-        if value is not None and (not isinstance(value, int) or value < 1)
+        if value is not None and (not _is_whole(value) or value < 1)
     ]  # fmt: skip
     if wrong:
         raise ValueError(f"{', '.join(wrong)} must be whole numbers of 1 or more.")
@@ -484,3 +640,7 @@ def _check_best(
             f"`best_metric` ({best_metric!r}) needs `eval_every`: without evaluations during "
             "training there is no best state."
         )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")

@@ -16,12 +16,12 @@ from absl import app, flags, logging
 from . import quiet
 
 _GIN_FILE = flags.DEFINE_multi_string(
-    "gin_file", [], "A gin file, looked for here and among the ones that come along. Repeatable."
+    "gin_file", [], "A gin file, looked for here and among the ones that come along."
 )
 _GIN_PARAM = flags.DEFINE_multi_string(
     "gin_param",
     [],
-    "A gin binding that overrides the files: 'Adam.learning_rate=3e-4'. Repeatable.",
+    "A gin binding that overrides the files: 'Adam.learning_rate=3e-4'.",
 )
 _MODEL_DIR = flags.DEFINE_string("model_dir", None, "The run's folder: checkpoints, logs, export.")
 _MODE = flags.DEFINE_enum(

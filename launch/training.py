@@ -48,6 +48,7 @@ def run(gin_files: Sequence[str], gin_params: Sequence[str], model_dir: str, mod
         _show_baseline(trainer)
         _train(trainer)
         _show_metrics(trainer.global_step, trainer.evaluate())
+        _show_best(trainer)
         _export(trainer)
 
 
@@ -91,6 +92,21 @@ def _show_baseline(trainer: Trainer) -> None:
     for evaluation in trainer.evaluations:
         if evaluation.pop("global_step") == 0:
             _show_metrics(0, evaluation)
+
+
+def _show_best(trainer: Trainer) -> None:
+    """Shows the state that is exported, where that is not the last one."""
+    if trainer.best_metric is None or trainer.eval_every is None:
+        return
+    candidates = [
+        evaluation
+        for evaluation in trainer.evaluations
+        if evaluation["global_step"] and evaluation["global_step"] % trainer.eval_every == 0
+    ]
+    choose = max if trainer.best_mode == "max" else min
+    best = choose(candidates, key=lambda evaluation: evaluation[trainer.best_metric or ""])
+    step = int(best.pop("global_step"))
+    _show(f"held out, step {step}, the best by {trainer.best_metric}: exported", readable(best))
 
 
 def _train(trainer: Trainer) -> None:

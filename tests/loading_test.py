@@ -74,6 +74,11 @@ def test_the_random_ops_of_a_saved_model_follow_seed_and_step(spacer):
     assert len({at(1, 2), at(1, 3), at(2, 2)}) == 3
 
 
+def test_the_function_to_call_can_be_chosen(quickspacer_dir):
+    base = loading.load(quickspacer_dir, endpoint="model_inference")
+    assert base.endpoint == "model_inference"
+
+
 def test_the_base_stays_what_it_was_when_training_moves_the_module(quickspacer_dir):
     base = loading.load(quickspacer_dir)
     before, fingerprint = base.read("dense/bias"), base.fingerprint

@@ -1,5 +1,8 @@
 import functools
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -181,6 +184,45 @@ def test_a_wider_packed_value_is_rounded_to_the_variable():
     Packing(Selection.from_flat((2,), [1])).scatter(x, tf.constant([1.001], tf.float32))
 
     assert x.numpy().tolist() == [0.0, 1.0]
+
+
+ON_TWO_DEVICES = """
+import tensorflow as tf
+from finetune.packing import Packing
+from finetune.selection import Selection
+
+(cpu,) = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    x = tf.Variable(tf.zeros([200, 200]))
+for selection in (
+    Selection.from_flat((200, 200), range(20_000)),
+    Selection.from_flat((200, 200), range(20_000, 20_100)),
+    Selection.from_rows((200, 200), [150]),
+):
+    pack = Packing(selection)
+
+    def write(value):
+        for copy in x.values:
+            pack.scatter(copy, pack.gather(copy) + value)
+
+    write(1.0)
+    tf.function(write)(2.0)
+print([float(tf.reduce_sum(copy)) for copy in x.values])
+"""
+
+
+def test_the_copy_of_a_variable_on_another_device_is_written_too():
+    answer = subprocess.run(
+        [sys.executable, "-c", ON_TWO_DEVICES],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout == "[60900.0, 60900.0]\n"
 
 
 # Copy-on-read.

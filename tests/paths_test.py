@@ -157,3 +157,13 @@ def test_something_that_is_no_module_is_an_error():
 def test_the_nearest_names_come_first():
     names = ["conv/kernel", "embedding/embeddings", "conv/bias"]
     assert paths.nearest("conv/kernle", names, n=2) == ["conv/kernel", "conv/bias"]
+
+
+def test_a_keras_variable_that_has_no_variable_behind_it_yet_is_an_error():
+    module = tf.Module()
+    module.layer = tf.Module()
+    with keras.StatelessScope():
+        module.layer.w = keras.Variable("zeros", shape=(2,), name="w")
+        with pytest.raises(ValueError, match=r"`module` \(a Module\) holds .* 'layer/w', that has"):
+            paths.named_variables(module)
+    assert list(paths.named_variables(module)) == ["layer/w"]

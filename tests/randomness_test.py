@@ -119,6 +119,14 @@ def test_the_state_is_no_variable_of_the_model(spacer, quickspacer_dir):
     assert list(paths.named_variables(spacer)) == list(paths.named_variables(untouched))
 
 
+def test_a_checkpoint_of_the_model_has_the_keys_of_the_untouched_one(spacer, tmp_path):
+    prefix = tf.train.Checkpoint(spacer).write(str(tmp_path / "ckpt"))
+    keys = {key for key, _ in tf.train.list_variables(prefix)}
+    suffix = "/.ATTRIBUTES/VARIABLE_VALUE"
+    paths_there = {path + suffix for path in paths.named_variables(spacer)}
+    assert keys == paths_there | {"_CHECKPOINTABLE_OBJECT_GRAPH"}
+
+
 def test_a_dropout_keeps_the_share_that_it_kept(spacer):
     randomness.set_random_state(spacer, 1, 2)
     kept = spacer.dropout(tf.ones([10, 100, 128]), True).numpy()

@@ -312,6 +312,11 @@ def test_the_digest_depends_on_the_paths_but_not_on_their_order():
     assert selections_digest({"x": x}) != selections_digest({"x": x, "y": Selection.none((2,))})
 
 
+def test_selections_are_saved_only_into_a_folder_that_exists(tmp_path):
+    with pytest.raises(ValueError, match=r"^`path` \(.*x\): the folder .*absent does not exist"):
+        save_selections(tmp_path / "absent" / "x", {})
+
+
 def test_a_missing_file_or_a_folder_is_no_file_of_selections(tmp_path):
     for path in (tmp_path / "absent", tmp_path):
         with pytest.raises(ValueError, match=r"`path` \(.*\) is no file: expected one that"):

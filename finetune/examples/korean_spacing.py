@@ -14,13 +14,17 @@ from finetune.task import Task
 def korean_spacing_task(data_dir: str | os.PathLike[str] | None = None, held_out: int = 3) -> Task:
     """A task whose labels come free: the spaces that were removed from real strings.
 
-    A batch is `(ids, labels, weights)`, each `[batch, length]`, padded with zeros to its longest
-    string: int32 ids, float32 labels (1 where a space follows), float32 weights (0 at padding and
-    at each string's last character). The model gives probabilities; the loss of a position is the
-    binary cross-entropy. The metrics are `f1` over positions and `exact_match` over strings.
+    A batch is `(ids, labels, weights)`, each `[batch, length]`, padded with zeros: int32 ids,
+    float32 labels (1 where a space follows), float32 weights (0 at padding and at each string's
+    last character). The model gives probabilities; the loss of a position is the binary
+    cross-entropy. The metrics are `f1` over positions and `exact_match` over strings.
 
     Training batches go on without end. Each epoch is a new permutation, a pure function of the
     seed and the number of the epoch: the only state of an iterator is how many strings it gave.
+
+    Held-out batches are padded beyond their longest string, as far as the model's outputs see the
+    padding: so no figure depends on the batch size. (Called with one unpadded string at a time, the
+    untuned model scores 0.803 instead of 0.810.)
 
     Args:
       data_dir: Where the prepared strings are kept, written on first use; by default where tfds
@@ -41,7 +45,7 @@ def korean_spacing_task(data_dir: str | os.PathLike[str] | None = None, held_out
     >>> import tempfile
     >>> task = korean_spacing_task(tempfile.mkdtemp())
     >>> print(task.describe(next(iter(task.eval_dataset(1)))))
-    ids [1, 19]; the first strings, with their spaces:
+    ids [1, 24]; the first strings, with their spaces:
     내보낼 기존 워크스페이스를 선택하십시오.
     """
     folds = range(korean_strings.FOLDS)
@@ -51,23 +55,20 @@ def korean_spacing_task(data_dir: str | os.PathLike[str] | None = None, held_out
     table = spacing.id_table(vocabulary)
     builder = korean_strings.prepared(data_dir)
 
-    def batches(texts: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
-        return (
-            texts.map(lambda text: spacing.encode(text, table), num_parallel_calls=tf.data.AUTOTUNE)
-            .padded_batch(batch_size)
-            .prefetch(tf.data.AUTOTUNE)
-        )
+    def batches(texts: tf.data.Dataset, batch_size: int, margin: int) -> tf.data.Dataset:
+        def encode(text: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            return tuple(tf.pad(part, [[0, margin]]) for part in spacing.encode(text, table))
+
+        encoded = texts.map(encode, num_parallel_calls=tf.data.AUTOTUNE)
+        return encoded.padded_batch(batch_size).prefetch(tf.data.AUTOTUNE)
 
     def train_dataset(batch_size: int, seed: int) -> tf.data.Dataset:
-        return batches(
-            _endless_shuffle(
-                _in_memory(_texts(builder, [fold for fold in folds if fold != held_out])), seed
-            ),
-            batch_size,
-        )
+        texts = _in_memory(_texts(builder, [fold for fold in folds if fold != held_out]))
+        return batches(_endless_shuffle(texts, seed), batch_size, margin=0)
 
     def eval_dataset(batch_size: int) -> tf.data.Dataset:
-        return batches(_texts(builder, [held_out]), batch_size)
+        texts = _texts(builder, [held_out])
+        return batches(texts, batch_size, margin=quickspacer.RECEPTIVE_FIELD)
 
     def describe(batch: tuple[tf.Tensor, tf.Tensor, tf.Tensor]) -> str:
         ids, labels, _ = (part.numpy() for part in batch)

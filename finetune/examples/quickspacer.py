@@ -9,13 +9,15 @@ follows each character of a string whose spaces were removed:
 
 It is called with `(ids, training)`, the ids int32 `[batch, length]`, and returns float32
 `[batch, length]`. Dropout lies between the convolutions. Padding is an ordinary embedding row, not
-masked: how far a string is padded changes the outputs of its last five characters.
+masked: how far a string is padded changes the outputs of its last characters.
 """
 
 from finetune.examples import installed
 
 PADDING = 0
 UNKNOWN = 1
+# An output sees this many positions to either side: 4 through `conv` and 1 through `dense`.
+RECEPTIVE_FIELD = 5
 
 
 def saved_model_dir() -> str:
