@@ -147,26 +147,27 @@ def korean_spacing_task(data_dir: str | None = None, held_out: int = 3) -> Task:
 
 
 def _register_all() -> None:
-    for function in (
-        load, prune, selectors.everything, selectors.nothing, selectors.elements, selectors.slices,
-        selectors.rows, selectors.columns, selectors.boolean, selectors.zeros, selectors.nonzeros,
-        selectors.largest, selectors.smallest, selectors.random, selectors.model_state,
-        selectors.union, selectors.intersection, selectors.difference, selectors.complement,
-    ):  # fmt: skip
-        gin.external_configurable(function, module="finetune")
-
-    gin.external_configurable(korean_spacing_task, module="finetune.examples")
-    for function in (quickspacer.saved_model_dir, quickspacer.ascii_rows):
-        gin.external_configurable(function, module="finetune.examples.quickspacer")
-
-    for strategy in (tf.distribute.OneDeviceStrategy, tf.distribute.MirroredStrategy):
-        gin.external_configurable(strategy, module="tf.distribute")
-    for module, library in (
-        ("keras.optimizers", keras.optimizers),
-        ("keras.optimizers.schedules", keras.optimizers.schedules),
-        ("keras.losses", keras.losses),
-        ("keras.metrics", keras.metrics),
-    ):
+    ours: dict[str, list[Any]] = {
+        "finetune": [
+            load, prune, selectors.everything, selectors.nothing, selectors.elements,
+            selectors.slices, selectors.rows, selectors.columns, selectors.boolean,
+            selectors.zeros, selectors.nonzeros, selectors.largest, selectors.smallest,
+            selectors.random, selectors.model_state, selectors.union, selectors.intersection,
+            selectors.difference, selectors.complement,
+        ],
+        "finetune.examples": [korean_spacing_task],
+        "finetune.examples.quickspacer": [quickspacer.saved_model_dir, quickspacer.ascii_rows],
+        "tf.distribute": [tf.distribute.OneDeviceStrategy, tf.distribute.MirroredStrategy],
+    }  # fmt: skip
+    for module, members in ours.items():
+        for member in members:
+            gin.external_configurable(member, module=module)
+    for module, library in {
+        "keras.optimizers": keras.optimizers,
+        "keras.optimizers.schedules": keras.optimizers.schedules,
+        "keras.losses": keras.losses,
+        "keras.metrics": keras.metrics,
+    }.items():
         for name, member in sorted(vars(library).items()):
             if _is_public(name, member):
                 gin.external_configurable(member, name=name, module=module)
@@ -237,7 +238,7 @@ def _parse_file(path: str, including: tuple[str, ...]) -> None:
 def _parse_lines(path: str, lines: Sequence[str], begin: int, end: int) -> None:
     # The empty lines keep the line numbers of error messages right.
     text = io.StringIO("\n" * begin + "".join(lines[begin:end]))
-    text.name = path  # type: ignore[attr-defined]
+    text.name = path
     with _parse_errors(f"`gin_files` ({path})"):
         gin.parse_config(text)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -47,7 +47,8 @@ class TrainLoop:
 
     Args:
       module: what `task.forward` calls.
-      variables: the variables with trainable elements, in the order of the optimizer's `build`.
+      variables: {path: variable} of those with trainable elements, in the order of the optimizer's
+        `build`.
       others: {path: variable} of all others; what the model writes to of these while it trains,
         statistics and seeds, is the base's again whenever the loop is not running.
       moving: {path: variable} of state that the model may move for good.
@@ -67,7 +68,7 @@ class TrainLoop:
     def __init__(
         self,
         module: Any,
-        variables: Sequence[tf.Variable],
+        variables: Mapping[str, tf.Variable],
         others: Mapping[str, tf.Variable],
         moving: Mapping[str, tf.Variable],
         optimizer: MaskedOptimizer,
@@ -78,7 +79,7 @@ class TrainLoop:
         batch_spec: Any,
     ):
         self._module = module
-        self._variables = list(variables)
+        self._variables = list(variables.values())
         self._optimizer = optimizer
         self._task = task
         self._strategy = strategy
@@ -91,23 +92,14 @@ class TrainLoop:
         self._function = tf.function(self._run, autograph=False)
 
         probe = tf.function(self._forward, autograph=False).get_concrete_function(batch_spec)
-        written = {
-            id(copy) for variable in written_variables(probe) for copy in components(variable)
-        }
-
-        def is_written(variable: tf.Variable) -> bool:
-            return any(id(copy) in written for copy in components(variable))
-
-        trained = {str(n): v for n, v in enumerate(variables) if is_written(v)}
+        written = written_variables(probe)
+        copies = _copies(written)
         self.state = ModelState(
-            {p: v for p, v in others.items() if is_written(v)}, {**moving, **trained}
+            {path: v for path, v in others.items() if _copies([v]) & copies},
+            {path: v for path, v in {**moving, **variables}.items() if _copies([v]) & copies},
         )
-        known = {
-            id(c) for v in [*others.values(), *moving.values(), *variables] for c in components(v)
-        }
-        self.untracked = [
-            v.name for v in written_variables(probe) if not {id(c) for c in components(v)} & known
-        ]
+        known = _copies([*others.values(), *moving.values(), *variables.values()])
+        self.untracked = [v.name for v in written if not _copies([v]) & known]
 
     @property
     def traces(self) -> int:
@@ -141,7 +133,10 @@ class TrainLoop:
 
         def body(done: tf.Tensor, loss: tf.Tensor, norm: tf.Tensor, bad: tf.Tensor) -> Any:
             before = self.state.values()
-            step_loss, packed = self._gradients(next(iterator))
+            batch = next(iterator)
+            # Should the data fail, the model has not counted a step without it.
+            with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+                step_loss, packed = self._gradients(batch)
             step_norm = tf.linalg.global_norm([_values(g) for g in packed if g is not None])
             step_norm /= tf.cast(self._optimizer.scale_loss(tf.constant(1.0)), step_norm.dtype)
             finite = tf.math.is_finite(step_loss)
@@ -346,6 +341,11 @@ def _for_each(step: Callable[[Any], None], dataset: tf.data.Dataset) -> tf.Tenso
         step(batch)
         batches += 1
     return batches
+
+
+def _copies(variables: Iterable[tf.Variable]) -> set[int]:
+    """Returns what tells the copies of variables from those of others."""
+    return {id(copy) for variable in variables for copy in components(variable)}
 
 
 def _count(number: int) -> tf.Tensor:

@@ -610,7 +610,7 @@ class _BuildState:
             if known is native:
                 return number
         raise ValueError(
-            f"`{native.name}` is not among the {len(self.paths)} variables that the optimizer was "
+            f"`{_own_name(variable)}` is not among the {len(self.paths)} variables that the optimizer was "
             f"built on ({', '.join(self.paths[:10])}); make a new optimizer for other variables."
         )
 
@@ -623,6 +623,10 @@ class _BuildState:
 
 def _native(variable: Variable) -> tf.Variable:
     return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def _own_name(variable: Variable) -> str:
+    return variable.path if isinstance(variable, keras.Variable) else variable.name.split(":")[0]
 
 
 def _components(variable: tf.Variable) -> list[tf.Variable]:
@@ -647,11 +651,11 @@ def _names_of(
         return [(path,) for path in paths]
     if module is not None:
         named = {id(n.variable): (n.path, *n.aliases) for n in named_variables(module).values()}
-        unknown = [v.name for v in variables if id(_native(v)) not in named]
+        unknown = [_own_name(v) for v in variables if id(_native(v)) not in named]
         if unknown:
             raise ValueError(f"`module` does not hold the variables {unknown}.")
         return [named[id(_native(v))] for v in variables]
-    own = [v.path if isinstance(v, keras.Variable) else v.name.split(":")[0] for v in variables]
+    own = [_own_name(variable) for variable in variables]
     # Names are no identity in TensorFlow; numbers make them one as long as the order stays.
     seen: dict[str, int] = {}
     names: list[tuple[str, ...]] = []
@@ -801,7 +805,7 @@ def _taken(value: tf.Variable, slot: keras.Variable, selection: Selection) -> An
     """Returns the part of a slot's value that fits the new slot, or None."""
     if slot.shape == value.shape:
         return value
-    if not slot.shape:
+    if slot.shape.rank == 0:
         # What Adafactor puts where a vector has no factors.
         return slot
     if tuple(value.shape) == selection.shape:

@@ -44,6 +44,7 @@ class Progress:
                 unit="step",
                 desc="train",
                 ncols=None if known else 80,
+                nrows=None if known else 24,
             )
         return self
 

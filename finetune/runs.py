@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -28,6 +29,8 @@ _FORMAT = 1
 _LATEST = "checkpoints"
 _BEST = "best"
 _EVALUATIONS = "evaluations.jsonl"
+_SEAL = re.compile(r"ckpt-(\d+)\.json")
+_FILE = re.compile(r"ckpt-(\d+)(\.|_temp$)")
 
 
 class RunMismatch(ValueError):
@@ -193,18 +196,19 @@ class _Damaged(Exception):
 
 
 def _write(checkpoint: tf.train.Checkpoint, folder: str, global_step: int, keep: int) -> None:
-    """Saves a checkpoint, then its seal, then deletes all but the newest `keep`."""
+    """Saves a checkpoint, then its seal, then deletes all but the newest `keep` up to this one."""
     os.makedirs(folder, exist_ok=True)
     prefix = os.path.join(folder, f"ckpt-{global_step}")
     # A damaged one of the same step may lie there: it must not get the new one's files.
     _delete(prefix)
     checkpoint.write(prefix)
     write_text(f"{prefix}.json", json.dumps(_seal(prefix)))
-    kept = {f"ckpt-{step}" for step in _steps(folder)[:keep]}
+    # Later steps are damaged, or the run went back behind them.
+    kept = [step for step in _steps(folder) if step <= global_step][:keep]
     # What a killed process left without a seal goes too.
-    for name in {name.partition(".")[0].partition("_temp")[0] for name in os.listdir(folder)}:
-        if name.startswith("ckpt-") and name not in kept:
-            _delete(os.path.join(folder, name))
+    found = {int(match[1]) for name in os.listdir(folder) if (match := _FILE.match(name))}
+    for step in found.difference(kept):
+        _delete(os.path.join(folder, f"ckpt-{step}"))
 
 
 def _delete(prefix: str) -> None:
@@ -242,8 +246,7 @@ def _check_seal(prefix: str) -> None:
     except (OSError, ValueError) as error:
         raise _Damaged(str(error)) from error
     if written != found:
-        parts = [name for name, value in found.items() if written.get(name) != value]
-        raise _Damaged(f"not the files that were written: another {' and another '.join(parts)}")
+        raise _Damaged("its files are not those that were written")
 
 
 def _restore(checkpoint: tf.train.Checkpoint, prefix: str) -> None:
@@ -289,13 +292,8 @@ def _steps(folder: str) -> list[int]:
     """Returns the steps of the sealed checkpoints in a folder, the newest first."""
     if not os.path.isdir(folder):
         return []
-    names = [os.path.splitext(name) for name in os.listdir(folder)]
-    steps = [
-        stem.removeprefix("ckpt-")
-        for stem, extension in names
-        if stem.startswith("ckpt-") and extension == ".json"
-    ]
-    return sorted((int(step) for step in steps if step.isdecimal()), reverse=True)
+    matches = map(_SEAL.fullmatch, os.listdir(folder))
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
 def _differences(name: str, saved: Any, now: Any) -> Iterator[str]:

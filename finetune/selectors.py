@@ -8,22 +8,20 @@ is a selector too. True always means trainable.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
-import hashlib
 import inspect
 import json
-import math
-import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from finetune.budget import at_random, budget_of, by_magnitude, whole
+from finetune.indexing import at_columns, at_elements, at_rows, at_slices, parse_index
 from finetune.paths import nearest
-from finetune.selection import Selection, indices_along, integers, selections_digest
+from finetune.selection import Selection, integers, selections_digest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +165,7 @@ def elements(indices: Any) -> Selector:
       >>> elements([[0, 0], [1, 1]])(spec).flat_indices().tolist()
       [0, 3]
     """
-    return _by_indices("elements", indices, _select_elements)
+    return _by_indices("elements", indices, at_elements)
 
 
 def slices(text: str) -> Selector:
@@ -185,9 +183,9 @@ def slices(text: str) -> Selector:
       >>> slices("[:, 1:]")(spec).to_bool().tolist()
       [[False, True, True], [False, True, True]]
     """
-    index = _parse_index(text)
+    index = parse_index(text)
     return _named(
-        "slices", lambda spec: _select_slices(text, index, spec.shape), {"text": text}, repr(text)
+        "slices", lambda spec: at_slices(text, index, spec.shape), {"text": text}, repr(text)
     )
 
 
@@ -206,7 +204,7 @@ def rows(indices: Any) -> Selector:
       >>> rows([0, -1])(spec).flat_indices().tolist()
       [0, 1, 4, 5]
     """
-    return _by_indices("rows", indices, _select_rows)
+    return _by_indices("rows", indices, at_rows)
 
 
 def columns(indices: Any) -> Selector:
@@ -224,7 +222,7 @@ def columns(indices: Any) -> Selector:
       >>> columns([0, -1])(spec).flat_indices().tolist()
       [0, 2, 3, 5]
     """
-    return _by_indices("columns", indices, _select_columns)
+    return _by_indices("columns", indices, at_columns)
 
 
 def boolean(trainable: Any) -> Selector:
@@ -281,17 +279,17 @@ def largest(share: float | None = None, count: int | None = None) -> Selector:
       >>> largest(share=0.5)(spec).flat_indices().tolist()
       [1, 2]
     """
-    budget = _budget(share, count)
+    budget = budget_of(share, count)
     return _named(
-        "largest", lambda spec: _by_magnitude(spec, budget, largest=True), budget.arguments
+        "largest", lambda spec: by_magnitude(spec.read(), budget, largest=True), budget.arguments
     )
 
 
 def smallest(share: float | None = None, count: int | None = None) -> Selector:
     """Selects the elements of smallest magnitude in the base; see `largest`."""
-    budget = _budget(share, count)
+    budget = budget_of(share, count)
     return _named(
-        "smallest", lambda spec: _by_magnitude(spec, budget, largest=False), budget.arguments
+        "smallest", lambda spec: by_magnitude(spec.read(), budget, largest=False), budget.arguments
     )
 
 
@@ -314,11 +312,11 @@ def random(share: float | None = None, count: int | None = None, seed: int = 0) 
       >>> random(count=2)(spec) == random(share=0.5)(spec)
       True
     """
-    budget = _budget(share, count)
-    seed = _whole("seed", seed)
+    budget = budget_of(share, count)
+    seed = whole("seed", seed)
     return _named(
         "random",
-        lambda spec: _at_random(spec, budget, seed),
+        lambda spec: at_random(spec.path, tuple(spec.shape), budget, seed),
         {**budget.arguments, "seed": seed},
     )
 
@@ -424,29 +422,6 @@ _PUBLIC = (
 _SELECTORS: dict[str, Callable[..., Selector]] = {make.__name__: make for make in _PUBLIC}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Budget:
-    """How many elements of a variable: a share of it, or a number."""
-
-    share: float | None
-    count: int | None
-
-    @property
-    def arguments(self) -> dict[str, float | int]:
-        if self.count is not None:
-            return {"count": self.count}
-        assert self.share is not None
-        return {"share": self.share}
-
-    def of(self, size: int) -> int:
-        if self.count is None:
-            assert self.share is not None
-            return math.floor(self.share * size + 0.5)
-        if self.count > size:
-            raise ValueError(f"`count` ({self.count}) exceeds the variable's {size:,} elements.")
-        return self.count
-
-
 def _named(
     name: str,
     select: Callable[[VariableSpec], Any],
@@ -541,98 +516,6 @@ def _as_selection(value: Any, shape: tuple[int, ...]) -> Selection:
     return selection
 
 
-def _select_elements(indices: np.ndarray, shape: tuple[int, ...]) -> Selection:
-    if len(indices) == 0:
-        return Selection.none(shape)
-    if len(shape) == 1 and indices.ndim == 1:
-        indices = indices[:, np.newaxis]
-    if indices.ndim != 2 or indices.shape[1] != len(shape):
-        raise ValueError(
-            f"`indices` (of shape {indices.shape}) must be a list of tuples with {len(shape)} "
-            f"integers each, one for every axis of shape {shape}."
-        )
-    if not shape:
-        return Selection.all(shape)
-    limits = np.asarray(shape)
-    outside = ((indices < -limits) | (indices >= limits)).any(axis=1)
-    if outside.any():
-        shown = ", ".join(str(tuple(index)) for index in indices[outside][:5].tolist())
-        more = f" and {outside.sum() - 5} more" if outside.sum() > 5 else ""
-        raise ValueError(
-            f"`indices` ({shown}{more}) out of range: each must lie in shape {shape}, negative "
-            "ones counted from the end."
-        )
-    wrapped = np.where(indices < 0, indices + limits, indices).astype(np.int64)
-    return Selection.from_flat(shape, np.ravel_multi_index(tuple(wrapped.T), shape))
-
-
-def _select_rows(indices: np.ndarray, shape: tuple[int, ...]) -> Selection:
-    return Selection.from_rows(shape, indices_along(0, "indices", indices, shape))
-
-
-def _select_columns(indices: np.ndarray, shape: tuple[int, ...]) -> Selection:
-    trainable: np.ndarray = np.zeros(shape, np.bool_)
-    trainable[..., indices_along(-1, "indices", indices, shape)] = True
-    return Selection.from_bool(trainable)
-
-
-def _parse_index(text: str) -> tuple[Any, ...]:
-    """Returns the index that `text` spells, without evaluating code."""
-    try:
-        if not isinstance(text, str):
-            raise ValueError(f"it is a {type(text).__name__}")
-        tree = ast.parse(f"x{text.strip()}", mode="eval").body
-        if not isinstance(tree, ast.Subscript) or ast.unparse(tree.value) != "x":
-            raise ValueError("it is not one pair of brackets")
-        parts = tree.slice.elts if isinstance(tree.slice, ast.Tuple) else [tree.slice]
-        index = tuple(_index_part(node) for node in parts)
-        if sum(p is Ellipsis for p in index) > 1 or sum(isinstance(p, list) for p in index) > 1:
-            raise ValueError("it holds several of what it may hold once")
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(
-            f"`text` ({text!r}) must be a NumPy-style index of integers, slices, at most one "
-            f'ellipsis and at most one list of integers, for instance "[:, 5:8]"; {error}.'
-        ) from error
-    return index
-
-
-def _index_part(node: ast.expr) -> Any:
-    if isinstance(node, ast.Slice):
-        ends = (node.lower, node.upper, node.step)
-        part = slice(*(None if end is None else _integer(end) for end in ends))
-        if part.step == 0:
-            raise ValueError("a step of 0 leads nowhere")
-        return part
-    if isinstance(node, ast.List):
-        return [_integer(item) for item in node.elts]
-    if isinstance(node, ast.Constant) and node.value is Ellipsis:
-        return Ellipsis
-    return _integer(node)
-
-
-def _integer(node: ast.expr) -> int:
-    sign, digits = 1, node
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        sign, digits = -1, node.operand
-    if isinstance(digits, ast.Constant) and type(digits.value) is int:
-        return sign * digits.value
-    raise ValueError(f"{ast.unparse(node)!r} is no integer")
-
-
-def _select_slices(text: str, index: tuple[Any, ...], shape: tuple[int, ...]) -> Selection:
-    trainable: np.ndarray = np.zeros(shape, np.bool_)
-    try:
-        trainable[index] = True
-    except IndexError as error:
-        raise ValueError(f"`text` ({text!r}) does not fit shape {shape}: {error}.") from error
-    if not trainable.any():
-        raise ValueError(
-            f"`text` ({text!r}) selects no element of shape {shape}; write nothing() to freeze "
-            "all of it."
-        )
-    return Selection.from_bool(trainable)
-
-
 def _load_boolean(path: str) -> np.ndarray:
     if not os.path.isfile(path):
         raise ValueError(f"`trainable` ({path}) is no file: expected a .npy file.")
@@ -641,65 +524,6 @@ def _load_boolean(path: str) -> np.ndarray:
             return np.lib.format.read_array(file, allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(f"`trainable` ({path}) is no readable .npy file: {error}") from error
-
-
-def _budget(share: float | None, count: int | None) -> _Budget:
-    if (share is None) == (count is None):
-        raise ValueError(
-            f"`share` ({share!r}) and `count` ({count!r}): give exactly one of the two, a share of "
-            "each variable in [0, 1] or a number of elements."
-        )
-    if share is None:
-        count = _whole("count", count)
-        if count < 0:
-            raise ValueError(f"`count` ({count}) must be a number of elements, 0 or more.")
-        return _Budget(None, count)
-    number = isinstance(share, numbers.Real) and not isinstance(share, bool)
-    if not number or not 0 <= share <= 1:
-        raise ValueError(f"`share` ({share!r}) must be a number in [0, 1]: 0.2 is 20 %.")
-    return _Budget(float(share), None)
-
-
-def _whole(name: str, value: Any) -> int:
-    """Returns an integer as Python's own, which goes into JSON; 20.0 is one too."""
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return int(value)
-    if isinstance(value, (float, np.floating)) and float(value).is_integer():
-        return int(value)
-    raise ValueError(f"`{name}` ({value!r}) must be a whole number.")
-
-
-def _by_magnitude(spec: VariableSpec, budget: _Budget, *, largest: bool) -> Selection:
-    values = spec.read()
-    if values.dtype not in (np.float32, np.float64, np.complex64, np.complex128):
-        # float64 holds the narrow floats exactly, so no tie is made or broken.
-        values = values.astype(np.float64)
-    scores = np.abs(values).reshape(-1)
-    unordered = np.count_nonzero(np.isnan(scores))
-    if unordered:
-        raise ValueError(f"{unordered:,} elements of the base are NaN, which has no magnitude.")
-    if largest:
-        np.negative(scores, out=scores)
-    return _lowest(spec.shape, scores, budget.of(scores.size))
-
-
-def _at_random(spec: VariableSpec, budget: _Budget, seed: int) -> Selection:
-    digest = hashlib.sha256(json.dumps([seed, spec.path]).encode()).digest()
-    # Raw bits, not Generator.choice: NumPy keeps the bit streams stable between releases only.
-    generator = np.random.PCG64(int.from_bytes(digest[:16], "big"))
-    size = math.prod(spec.shape)
-    return _lowest(spec.shape, generator.random_raw(size), budget.of(size))
-
-
-def _lowest(shape: tuple[int, ...], scores: np.ndarray, budget: int) -> Selection:
-    """Selects the `budget` elements of lowest score, ties to the lower flat index."""
-    if budget in (0, scores.size):
-        return Selection.none(shape) if budget == 0 else Selection.all(shape)
-    threshold = np.partition(scores, budget - 1)[budget - 1]
-    lowest = scores < threshold
-    ties = np.flatnonzero(scores == threshold)
-    lowest[ties[: budget - np.count_nonzero(lowest)]] = True
-    return Selection.from_bool(lowest.reshape(shape))
 
 
 def _names() -> str:

@@ -193,7 +193,7 @@ class Trainer:
         moving = {path: variables[path] for path in sorted(self.coverage.moving_state)}
         self._train_loop = TrainLoop(
             self.base.module,
-            [variables[path] for path in trained],
+            {path: variables[path] for path in trained},
             {p: v for p, v in sorted(variables.items()) if p not in trained and p not in moving},
             moving,
             self.optimizer,

@@ -40,7 +40,7 @@ def native_log_filtered() -> Iterator[None]:
 
 
 def log_own_info() -> None:
-    """From now on this project's info messages are logged, of other libraries warnings and above."""
+    """From now on infos of this project are logged, of other libraries warnings and above."""
     # Here, not above: it brings TensorFlow, which is to start inside `native_log_filtered`.
     import finetune
 

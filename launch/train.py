@@ -80,6 +80,7 @@ def _main(argv: list[str]) -> None:
         if _DRY_RUN.value:
             training.dry_run(_GIN_FILE.value, _GIN_PARAM.value)
         else:
+            assert _MODEL_DIR.value is not None  # See `_check_flags`.
             training.run(_GIN_FILE.value, _GIN_PARAM.value, _MODEL_DIR.value, _MODE.value)
     except training.Preempted as stopped:
         print(stopped, file=sys.stderr)

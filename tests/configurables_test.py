@@ -246,7 +246,10 @@ def test_a_file_that_includes_itself_is_an_error(tmp_path):
     [
         ("Adan.learning_rate = 1", "No configurable matching 'Adan'.*Nearest: Adam"),
         ("record.value = @rws()", "No configurable matching reference '@rws.*Nearest: rows"),
-        ("Trainer.num_step = 1", "doesn't have a parameter named 'num_step'.*Its parameters: num_steps"),
+        (
+            "Trainer.num_step = 1",
+            "doesn't have a parameter named 'num_step'.*Its parameters: num_steps",
+        ),
         ("record.value = f1", "Failed to parse token 'f1'.*must be in quotes"),
         ("import no_such_module", "No module named 'no_such_module'"),
         ("Trainer.model_dir = 'x'", "the flag --model_dir"),

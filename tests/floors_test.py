@@ -10,8 +10,27 @@ CHECKOUT = Path(__file__).parent.parent
 
 # Imports point down: to a lower floor, or to a module further left on the same one.
 FLOORS = [
-    ["version", "preemption", "progress", "summaries", "model_state", "paths", "bundle", "selection"],
-    ["selectors", "rules", "calling", "randomness", "packing", "loading", "delta"],
+    [
+        "version",
+        "preemption",
+        "progress",
+        "summaries",
+        "model_state",
+        "paths",
+        "bundle",
+        "selection",
+    ],
+    [
+        "indexing",
+        "budget",
+        "selectors",
+        "rules",
+        "calling",
+        "randomness",
+        "packing",
+        "loading",
+        "delta",
+    ],
     ["pruning", "updates", "slots", "optimizer", "scores", "task", "certificate"],
     ["runs", "loop", "export"],
     ["trainer", "__init__"],

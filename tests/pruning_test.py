@@ -68,9 +68,9 @@ def test_state_is_never_pruned():
 
 def test_rules_that_do_not_fit_leave_the_base_as_it_is():
     made = module(w=[1.0, 2.0])
-    with pytest.raises(ValueError, match="pattern `v` matches no variable .*nearest"):
+    with pytest.raises(ValueError, match=r"pattern `v` matches no variable .*nearest"):
         prune(from_module(made), [("w", everything()), ("v", everything())])
-    with pytest.raises(ValueError, match="nothing is trainable: the rules .* select none"):
+    with pytest.raises(ValueError, match=r"nothing is trainable: the rules .* select none"):
         prune(from_module(made), [("w", zeros())])
     assert made.w.numpy().tolist() == [1.0, 2.0]
 

@@ -1,5 +1,6 @@
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -12,10 +13,11 @@ import tensorflow as tf
 from finetune import configurables
 from finetune.bundle import Bundle
 from finetune.certificate import Certificate
+from finetune.examples import korean_strings
 from launch import training
 
 CHECKOUT = Path(__file__).parent.parent
-STEPS = 150
+STEPS = 100
 PARAMS = [
     f"Trainer.num_steps = {STEPS}",
     "Trainer.steps_per_loop = 5",
@@ -25,8 +27,11 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Of a child process: tfds keeps its files in a folder of the tests."""
-    return os.environ | {"TFDS_DATA_DIR": str(tmp_path_factory.mktemp("data"))}
+    """Of a child process: as a user's, but tfds keeps its files in a folder of the tests."""
+    data_dir = str(tmp_path_factory.mktemp("data"))
+    korean_strings.prepared(data_dir)
+    of_user = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    return of_user | {"TFDS_DATA_DIR": data_dir}
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +44,7 @@ def params(environment):
 def finished(environment, tmp_path_factory):
     """The folder of a run that went through uninterrupted, and what it wrote."""
     model_dir = tmp_path_factory.mktemp("finished") / "run"
-    done = subprocess.run(
-        command(model_dir), cwd=CHECKOUT, env=environment, capture_output=True, text=True
-    )
+    done = run(*flags(model_dir), environment=environment)
     assert done.returncode == 0, done.stderr
     return model_dir, done
 
@@ -52,34 +55,53 @@ def empty_configuration():
     configurables.parse()
 
 
-def command(model_dir, *arguments, config="korean_ascii.gin"):
-    params = [f"--gin_param={param}" for param in PARAMS]
+def flags(model_dir):
+    """Of a short run of ours."""
     return [
-        sys.executable, "-m", "launch.train", f"--gin_file={config}", f"--model_dir={model_dir}",
-        *params, *arguments,
-    ]  # fmt: skip
+        "--gin_file=korean_ascii.gin",
+        f"--model_dir={model_dir}",
+        *[f"--gin_param={param}" for param in PARAMS],
+    ]
+
+
+def start(*arguments, environment=None, **streams):
+    return subprocess.Popen(
+        [sys.executable, "-m", "launch.train", *arguments], cwd=CHECKOUT, env=environment, **streams
+    )
+
+
+def run(*arguments, environment=None):
+    """The exit status, and what it wrote to stdout and stderr."""
+    process = start(
+        *arguments, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    stdout, stderr = process.communicate()
+    return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
 
 
 def bits(exported: Path) -> dict:
     bundle = Bundle(str(exported / "variables/variables"))
-    return {key: bundle.read(key).tobytes() for key in bundle.keys() if not key.startswith("_")}
+    return {
+        key: bundle.read(key).tobytes() for key in sorted(bundle.keys()) if not key.startswith("_")
+    }
 
 
-def kill_at(step, number, command, environment):
-    """Starts the command and sends it a signal as soon as it saved that step; its exit status."""
-    (model_dir,) = (word.split("=")[1] for word in command if word.startswith("--model_dir="))
-    process = subprocess.Popen(
-        command, cwd=CHECKOUT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+def kill_at(step, number, model_dir, environment):
+    """Starts a run and sends it a signal as soon as it saved that step; status and stderr."""
+    process = start(
+        *flags(model_dir), environment=environment, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     try:
-        while not (Path(model_dir) / f"checkpoints/ckpt-{step}.index").exists():
-            assert process.poll() is None, process.stderr.read().decode()
+        while not (model_dir / f"checkpoints/ckpt-{step}.index").exists():
+            assert process.poll() is None, process.stderr.read()
             time.sleep(0.005)
         process.send_signal(number)
         _, stderr = process.communicate(timeout=60)
     finally:
         process.kill()
-    return process.returncode, stderr.decode()
+    return process.returncode, stderr
 
 
 # What a run shows and leaves
@@ -115,7 +137,9 @@ def test_the_log_shows_progress_and_no_chatter_of_libraries(finished):
 def test_the_lines_that_load_the_tuned_model_can_be_pasted_elsewhere(finished, tmp_path):
     _, done = finished
     lines = done.stdout[done.stdout.index("import tensorflow") :]
-    call = "print(model(tf.zeros([2, 7], tf.int32), training=False).shape, 'finetune' in sys.modules)"
+    call = (
+        "print(model(tf.zeros([2, 7], tf.int32), training=False).shape, 'finetune' in sys.modules)"
+    )
 
     said = subprocess.run(
         [sys.executable, "-c", f"import sys\n{lines}\n{call}"],
@@ -140,14 +164,13 @@ def test_the_export_changes_the_ascii_rows_alone(finished, quickspacer_dir):
     assert certificate.trainable == 96 * 64
 
 
-def test_the_operative_config_alone_reproduces_the_run_bit_for_bit(finished, tmp_path):
-    model_dir, _ = finished
-    config = model_dir / "operative_config.gin"
-    data = f"korean_spacing_task.data_dir = '{tmp_path / 'data'}'"
+def test_the_operative_config_alone_reproduces_the_run_bit_for_bit(finished, params, tmp_path):
+    config = finished[0] / "operative_config.gin"
+    (data_dir,) = (param for param in params if "data_dir" in param)
 
-    training.run([str(config)], [data], str(tmp_path / "again"), "train_and_evaluate")
+    training.run([str(config)], [data_dir], str(tmp_path), "train_and_evaluate")
 
-    assert bits(tmp_path / "again/export") == bits(model_dir / "export")
+    assert bits(tmp_path / "export") == bits(finished[0] / "export")
 
 
 # Started again
@@ -161,7 +184,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(
 ):
     model_dir = tmp_path / "run"
 
-    returned, stderr = kill_at(10, number, command(model_dir), environment)
+    returned, stderr = kill_at(10, number, model_dir, environment)
     assert returned == status, stderr
     assert not (model_dir / "export").exists()
     if number == signal.SIGTERM:
@@ -241,31 +264,26 @@ def test_the_best_state_is_shown_where_it_is_what_is_exported(params, tmp_path, 
     assert "held out, step 5, the best by loss: exported\n" in capsys.readouterr().out
 
 
-def test_a_dry_run_shows_coverage_bindings_and_data_and_keeps_nothing(
-    params, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
+def test_a_dry_run_shows_coverage_bindings_and_data_and_keeps_nothing(environment, tmp_path):
+    (tmp_path / "temporary").mkdir()
 
-    training.dry_run(["korean_ascii.gin"], params)
+    done = run(
+        "--gin_file=korean_ascii.gin", "--dry_run", f"--model_dir={tmp_path / 'run'}",
+        environment=environment | {"TMPDIR": str(tmp_path / "temporary")},
+    )  # fmt: skip
 
-    shown = capsys.readouterr().out
-    places = [shown.find(title) for title in ("variables\n", "gin bindings\n", "first batch\n")]
+    assert done.returncode == 0, done.stderr
+    titles = ("variables\n", "gin bindings\n", "first batch\n", "nothing was trained")
+    places = [done.stdout.find(title) for title in titles]
     assert places == sorted(places)
     assert places[0] > -1
-    assert "embedding/embeddings  4250x64       6,144" in shown
-    assert "Trainer.num_steps = 150" in shown
-    assert list(tmp_path.iterdir()) == []
+    assert "embedding/embeddings  4250x64       6,144" in done.stdout
+    assert "ascii/rows.indices = @quickspacer.ascii_rows()" in done.stdout
+    assert "ids [32, " in done.stdout
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["temporary"]
 
 
 # Flags and exit statuses
-
-
-def run(*arguments, environment=None):
-    return subprocess.run(
-        [sys.executable, "-m", "launch.train", *arguments],
-        cwd=CHECKOUT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -306,14 +324,18 @@ AS_CONSOLE_COMMAND = [
 
 
 @pytest.mark.parametrize(
-    "start", [[sys.executable, "-m", "launch.train"], AS_CONSOLE_COMMAND], ids=["module", "console"]
+    "program",
+    [[sys.executable, "-m", "launch.train"], AS_CONSOLE_COMMAND],
+    ids=["module", "console command"],
 )
-def test_help_lists_our_flags_alone_on_one_screen(start):
-    shown = subprocess.run([*start, "--help"], cwd=CHECKOUT, capture_output=True, text=True).stdout
+def test_help_lists_our_flags_alone_on_one_screen(program):
+    shown = subprocess.run(
+        [*program, "--help"], cwd=CHECKOUT, capture_output=True, text=True
+    ).stdout
 
     lines = shown.splitlines()
-    flags = [line.split(":")[0].strip() for line in lines if line.startswith("  --")]
-    assert flags == ["--[no]dry_run", "--gin_file", "--gin_param", "--mode", "--model_dir"]
+    listed = [line.split(":")[0].strip() for line in lines if line.startswith("  --")]
+    assert listed == ["--[no]dry_run", "--gin_file", "--gin_param", "--mode", "--model_dir"]
     assert "Exit status: 0 done" in shown
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 100
@@ -321,9 +343,9 @@ def test_help_lists_our_flags_alone_on_one_screen(start):
 
 def test_a_terminal_shows_a_bar_with_loss_speed_and_time_left(environment, tmp_path):
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        command(tmp_path / "run", "--mode=train"),
-        cwd=CHECKOUT, env=environment, stdout=subprocess.DEVNULL, stderr=theirs,
+    process = start(
+        *flags(tmp_path / "run"), "--mode=train", environment=environment,
+        stdout=subprocess.DEVNULL, stderr=theirs,
     )  # fmt: skip
     os.close(theirs)
     shown = b""
@@ -331,10 +353,9 @@ def test_a_terminal_shows_a_bar_with_loss_speed_and_time_left(environment, tmp_p
         shown += chunk
 
     assert process.wait() == 0
-    bar = shown.decode().split("\r")[-1]
-    assert f"{STEPS}/{STEPS}" in bar
-    assert "step/s" in bar
-    assert "loss=" in bar
+    last = shown.decode().strip().split("\r")[-1]
+    # Such as: train: 100%|####| 100/100 [00:03<00:00, 31.2step/s, loss=0.17]
+    assert re.search(rf"{STEPS}/{STEPS} \[\S+<00:00, .*step/s, loss=0\.\d+\]", last)
 
 
 def _read(terminal: int) -> bytes:
