@@ -125,10 +125,24 @@ def operative_config() -> str:
 
     Call it when the Trainer is made: what was called until then is in it with the values that it
     took, what may be called later with all its bindings.
+
+    Raises:
+      ConfigError: when a consumed value cannot be written as gin text: infinity, or an object that
+        `gin.bind_parameter` bound.
     """
+    taken = _taken()
+    awaited = _awaited(taken)
+    # gin leaves such values out without a word.
+    lost = [
+        f"{_name(*binding)} ({_value(binding)!r})"
+        for binding in sorted(taken | awaited)
+        if not _is_gin(_value(binding))
+    ]
+    if lost:
+        raise ConfigError(f"These values cannot be written as gin text: {', '.join(lost)}.")
     merged = {call: dict(values) for call, values in _consumed_by_calls.items()}
-    for scope, selector, parameter in sorted(_awaited(_taken())):
-        value = _bound[scope, selector][parameter]
+    for scope, selector, parameter in sorted(awaited):
+        value = _value((scope, selector, parameter))
         merged.setdefault((scope, selector), {}).setdefault(parameter, value)
     return _as_gin(merged)
 
@@ -268,7 +282,7 @@ def _what_exists(message: str) -> str:
         return f"\nNearest: {', '.join(nearest(found[1].rsplit('/', 1)[-1], names))}."
     if found := re.search(r"'([\w.]+)' doesn't have a parameter named '(\w+)'", message):
         parameters = inspect.signature(_registry.get_match(found[1]).wrapped).parameters
-        close = nearest(found[2], parameters.keys() - {"model_dir"}, len(parameters))
+        close = nearest(found[2], [p for p in parameters if p != "model_dir"], len(parameters))
         return f"\nIts parameters: {', '.join(close)}."
     if found := re.search(r"Ambiguous selector '([\w.]+)'", message):
         matching = _registry.matching_selectors(found[1])
@@ -317,8 +331,8 @@ def _awaited(taken: set[_Binding]) -> set[_Binding]:
     """Returns the bindings of what was handed over uncalled, and so may be called later on."""
     waiting = [
         ("/".join(reference.scopes), reference.configurable.selector)
-        for scope, selector, parameter in taken
-        for reference in _references(_bound[scope, selector][parameter])
+        for binding in taken
+        for reference in _references(_value(binding))
         if not reference.evaluate
     ]
     seen = set(_consumed_by_calls)
@@ -332,7 +346,7 @@ def _awaited(taken: set[_Binding]) -> set[_Binding]:
             awaited.add(binding)
             waiting += [
                 ("/".join(reference.scopes) or call[0], reference.configurable.selector)
-                for reference in _references(_bound[binding[:2]][binding[2]])
+                for reference in _references(_value(binding))
             ]
     return awaited
 
@@ -400,8 +414,23 @@ def _name(scope: str, selector: str, parameter: str) -> str:
     return f"{prefix}{_registry.minimal_selector(selector)}.{parameter}"
 
 
+def _value(binding: _Binding) -> Any:
+    scope, selector, parameter = binding
+    return _bound[scope, selector][parameter]
+
+
 def _references(value: Any) -> Iterator[Any]:
     return iter(gin.config.iterate_references({"": value}))
+
+
+def _is_gin(value: Any) -> bool:
+    """Whether gin can write a value; how references are written depends on the file's imports."""
+    if isinstance(value, dict):
+        return all(map(_is_gin, [*value, *value.values()]))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_gin, value))
+    is_reference = isinstance(value, gin.config.ConfigurableReference)
+    return is_reference or gin.config._format_value(value) is not None
 
 
 def _as_gin(values: Mapping[_Call, Mapping[str, Any]]) -> str:

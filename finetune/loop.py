@@ -14,11 +14,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from finetune.model_state import ModelState, components, written_variables
 from finetune.optimizer import MaskedOptimizer
 from finetune.packing import sum_duplicates
 from finetune.randomness import stateful_random_ops
 from finetune.slots import chain
+from finetune.state import ModelState, components, written_variables
 from finetune.task import Task
 
 

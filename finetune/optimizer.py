@@ -31,7 +31,8 @@ Variable: TypeAlias = tf.Variable | keras.Variable
 MaskedRules: TypeAlias = Sequence[tuple[str | Variable, SelectorLike]] | Mapping[str, SelectorLike]
 
 # Optimizers whose step of one element depends on that element alone, so that packed and dense give
-# the same bits. LAMB's trust ratio, Adafactor's factors and Muon's matrices are not of that kind.
+# the same bits (but for approximations of rsqrt and pow that depend on an element's place in a SIMD
+# register). LAMB's trust ratio, Adafactor's factors and Muon's matrices are not of that kind.
 ELEMENTWISE = (
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "LossScaleOptimizer",
     "MultiOptimizer", "Nadam", "RMSprop", "SGD", "ScheduleFreeAdamW",
@@ -59,9 +60,13 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
     `model.compile` with `fit`, `save` and `load_model`. Selections are taken once, on the values
     that the variables have when the optimizer is built, and saved with the optimizer's weights.
 
-    Meaning under selections: LAMB's trust ratio, Adafactor's RMS and per-variable clip norms see
-    the whole variable when dense, and trainable elements only when packed. `auto` is dense for
-    optimizers that are not elementwise.
+    Meaning under selections: LAMB's trust ratio and Adafactor's RMS see the whole variable when
+    dense (a NaN among its frozen values, too), and trainable elements only when packed. `auto` is
+    dense for optimizers that are not elementwise.
+
+    Under `mixed_float16` Keras puts a LossScaleOptimizer around this one: it skips steps in which
+    any gradient is not finite, that of a frozen element included. One inside of this optimizer
+    looks at trainable elements only.
 
     Args:
       inner: any Keras 3 optimizer. One that is already built is replaced by a copy of its
@@ -155,10 +160,6 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
                 raise ValueError("`trainable_variables` (None) must be given in the first apply.")
             with tf.init_scope():
                 self.build(trainable_variables)
-        if not self._build_state.settled:
-            # A copy made from a configuration whose saved weights never came.
-            with tf.init_scope():
-                self._resolve()
         if tf.distribute.get_strategy().num_replicas_in_sync > 1:
             raise ValueError(
                 f"`apply` was called under a strategy of "
@@ -166,8 +167,8 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
                 "finite checks must come after the reduction. Use finetune.Trainer, or call "
                 "`pack` in the replicas, reduce, and call `update` outside of `strategy.run`."
             )
-        for update in self.updates:
-            update.pull()
+        self._settle()
+        self.pull()
         self.update(self.pack(grads, trainable_variables))
 
     @_in_graphs_as_it_is
@@ -185,6 +186,7 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
         Raises:
           ValueError: before `build`; for unknown or repeated variables, or another number of them.
         """
+        self._settle()
         state, updates = self._build_state, self.updates
         if trainable_variables is None:
             numbers: Sequence[int] = range(len(state.paths))
@@ -421,15 +423,16 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
         """Sets the inner optimizer's variables, in the order of `variables`.
 
         Raises:
-          RuntimeError: where Keras loads the optimizer from an `.h5` file, which holds no
-            selections.
+          RuntimeError: for a copy of a configuration that has no selections yet, as when Keras
+            loads an `.h5` file.
           ValueError: before `build`, and when number or shapes differ.
         """
         if self.built and not self._build_state.settled:
             # Not a ValueError: Keras would go on with selections made of the tuned values.
             raise RuntimeError(
-                "HDF5 files hold no selections: save the model as `.keras`, or load it with "
-                "compile=False and compile it with a new MaskedOptimizer."
+                "The weights of this optimizer come without selections, as in an HDF5 file: save "
+                "the model as `.keras`, or load it with compile=False and compile it with a new "
+                "MaskedOptimizer."
             )
         self._check_settled()
         shapes = [tuple(variable.shape) for variable in self.variables]
@@ -487,8 +490,20 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
             slot.assign(store[f"shared.{name}"])
 
     def _check_settled(self) -> None:
-        if not self._build_state.settled:
-            raise ValueError("The optimizer is not built yet: call `build(variables)` first.")
+        if self._build_state.settled:
+            return
+        if self.built:
+            raise ValueError(
+                "The optimizer is a copy of a configuration and has no selections yet: they come "
+                "with saved weights, or with the first step."
+            )
+        raise ValueError("The optimizer is not built yet: call `build(variables)` first.")
+
+    def _settle(self) -> None:
+        """Evaluates the rules of a copy whose saved weights never came."""
+        if self.built and not self._build_state.settled:
+            with tf.init_scope():
+                self._resolve()
 
     def _attach_stand_ins(self) -> None:
         """Builds on selections of the right sizes, before saved weights bring the right elements.
@@ -610,8 +625,9 @@ class _BuildState:
             if known is native:
                 return number
         raise ValueError(
-            f"`{_own_name(variable)}` is not among the {len(self.paths)} variables that the optimizer was "
-            f"built on ({', '.join(self.paths[:10])}); make a new optimizer for other variables."
+            f"`{_own_name(variable)}` is not among the {len(self.paths)} variables that the "
+            f"optimizer was built on ({', '.join(self.paths[:10])}); make a new optimizer for "
+            "other variables."
         )
 
     def path_of(self, variable: Variable) -> str:

@@ -27,7 +27,6 @@ from finetune.certificate import Certificate, certify
 from finetune.export import export
 from finetune.loading import Base, load
 from finetune.loop import EvalLoop, LoopResult, TrainLoop
-from finetune.model_state import components
 from finetune.optimizer import MaskedOptimizer
 from finetune.paths import nearest
 from finetune.preemption import Preempted, sigterm_noted
@@ -35,6 +34,7 @@ from finetune.progress import Progress
 from finetune.rules import Rules, resolve
 from finetune.selection import selections_digest
 from finetune.selectors import as_selector
+from finetune.state import components
 from finetune.summaries import write_scalars
 from finetune.task import Task
 
@@ -130,6 +130,11 @@ class Trainer:
             raise ValueError(
                 "`optimizer` is a MaskedOptimizer already: give the Trainer the optimizer inside "
                 "it, and the rules as `rules`."
+            )
+        if not isinstance(task, Task):
+            raise ValueError(
+                f"`task` ({task!r}) must be a finetune.Task; a function that makes one must be "
+                "called, in gin @my_task()."
             )
         if "://" in os.fspath(model_dir):
             raise ValueError(f"`model_dir` ({model_dir}) must be a local folder.")

@@ -103,6 +103,8 @@ def _show_best(trainer: Trainer) -> None:
         for evaluation in trainer.evaluations
         if evaluation["global_step"] and evaluation["global_step"] % trainer.eval_every == 0
     ]
+    if not candidates:
+        return
     choose = max if trainer.best_mode == "max" else min
     best = choose(candidates, key=lambda evaluation: evaluation[trainer.best_metric or ""])
     step = int(best.pop("global_step"))

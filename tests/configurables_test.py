@@ -352,6 +352,21 @@ def test_a_mistyped_scope_of_a_reference_is_shown_with_the_binding_it_left_unuse
         configurables.make_trainer(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("binding", "message"),
+    [
+        ("Trainer.task = @pair_task", r"`task` .* must be called, in gin @my_task\(\)"),
+        ("Trainer.optimizer = @SGD", r"`optimizer` .* must be a Keras 3 optimizer"),
+        ("Trainer.rules = [('.*', @nothing)]", r"in gin @nothing\(\)"),
+    ],
+)
+def test_a_reference_that_lacks_its_parentheses_is_an_error(tmp_path, binding, message):
+    configurables.parse(gin_params=[*PAIR, binding])
+
+    with pytest.raises(ValueError, match=message):
+        configurables.make_trainer(str(tmp_path))
+
+
 def test_an_argument_that_the_caller_gives_itself_does_not_count_as_consumed():
     configurables.parse(gin_params=["record.value = 1"])
 
@@ -442,6 +457,14 @@ def test_the_operative_config_holds_what_is_called_only_after_it_is_written(tmp_
     trainer = configurables.make_trainer(str(tmp_path / "b"))
 
     assert trainer.evaluate()["loss"] == 3.0 * 12.5
+
+
+def test_a_value_that_is_no_gin_text_is_an_error_not_left_out():
+    configurables.parse(gin_params=["record.value = 1e999"])
+    gin.get_configurable("record")()
+
+    with pytest.raises(ConfigError, match=r"cannot be written as gin text: record\.value \(inf\)"):
+        configurables.operative_config()
 
 
 def test_the_operative_config_holds_defaults_and_not_the_folder_of_the_run(tmp_path):

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from finetune.model_state import ModelState, components, written_variables
+from finetune.state import ModelState, components, written_variables
 
 
 def traced(function, *specs):
