@@ -265,12 +265,11 @@ def _load_saved_model(
 
 
 def _used_by_functions(module: Any) -> set[int]:
-    used: set[int] = set()
+    # Signatures are no descendants.
+    functions = list(getattr(module, "signatures", {}).values())
     for owner in tf.train.TrackableView(module).descendants():
-        is_signature = hasattr(owner, "structured_input_signature")
-        for function in [owner] if is_signature else getattr(owner, "concrete_functions", []):
-            used.update(map(id, function.variables))
-    return used
+        functions += getattr(owner, "concrete_functions", [])
+    return {id(variable) for function in functions for variable in function.variables}
 
 
 def _prefix(source: str) -> str:

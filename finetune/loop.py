@@ -32,12 +32,14 @@ class LoopResult:
       gradient_norm: mean global norm of the gradient of the trainable elements, before clipping.
       bad_step: the number of the step whose loss or gradient was not finite and which was not
         taken, counted from 1, or None.
+      ended: whether the data ended before.
     """
 
     steps: int
     loss: float
     gradient_norm: float
     bad_step: int | None
+    ended: bool
 
 
 class TrainLoop:
@@ -115,48 +117,52 @@ class TrainLoop:
         return stateful_random_ops(self._function.get_concrete_function(iterator, _count(0)))
 
     def run(self, iterator: Any, num_steps: int) -> LoopResult:
-        """Takes up to `num_steps` steps, fewer when a loss or gradient is not finite.
+        """Takes up to `num_steps` steps, fewer when the data ends or something is not finite.
 
         Args:
-          iterator: of global batches; must not end.
+          iterator: of global batches.
           num_steps: how many to take.
         """
         with self.state.in_use():
-            done, loss, norm, bad = self._function(iterator, _count(num_steps))
+            done, loss, norm, bad, ended = self._function(iterator, _count(num_steps))
         steps = int(done)
         mean = max(steps, 1)
         bad_step = int(self._global_step) + 1 if bool(bad) else None
-        return LoopResult(steps, float(loss) / mean, float(norm) / mean, bad_step)
+        return LoopResult(steps, float(loss) / mean, float(norm) / mean, bad_step, bool(ended))
 
     def _run(self, iterator: Any, num_steps: tf.Tensor) -> Any:
         self._optimizer.pull()
 
-        def body(done: tf.Tensor, loss: tf.Tensor, norm: tf.Tensor, bad: tf.Tensor) -> Any:
-            before = self.state.values()
-            batch = next(iterator)
-            # Should the data fail, the model has not counted a step without it.
-            with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
-                step_loss, packed = self._gradients(batch)
-            step_norm = tf.linalg.global_norm([_values(g) for g in packed if g is not None])
-            step_norm /= tf.cast(self._optimizer.scale_loss(tf.constant(1.0)), step_norm.dtype)
-            finite = tf.math.is_finite(step_loss)
-            if not self._loss_scaled:
-                # Infinite gradients are how a loss scale finds its size; the optimizer skips them.
-                finite &= tf.math.is_finite(step_norm)
-            self.state.settle(finite, before)
-            tf.cond(finite, lambda: self._update(packed), lambda: tf.constant(False))
-            return (
-                done + tf.cast(finite, tf.int64),
-                loss + tf.where(finite, step_loss, 0.0),
-                norm + tf.where(finite, tf.cast(step_norm, tf.float32), 0.0),
-                bad | ~finite,
+        def body(done: Any, loss: Any, norm: Any, bad: Any, ended: Any) -> Any:
+            batch = iterator.get_next_as_optional()
+            taken, step_loss, step_norm, ended = tf.cond(
+                batch.has_value(),
+                lambda: (*self._step(batch.get_value()), False),
+                lambda: (False, 0.0, 0.0, True),
             )
+            bad = ~taken & ~ended
+            return done + tf.cast(taken, tf.int64), loss + step_loss, norm + step_norm, bad, ended
 
         return tf.while_loop(
-            lambda done, loss, norm, bad: (done < num_steps) & ~bad,
+            lambda done, loss, norm, bad, ended: (done < num_steps) & ~bad & ~ended,
             body,
-            (_count(0), tf.constant(0.0), tf.constant(0.0), tf.constant(False)),
+            (_count(0), tf.constant(0.0), tf.constant(0.0), tf.constant(False), tf.constant(False)),
         )
+
+    def _step(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Takes a step if it is finite; returns whether, its loss, the gradient's norm."""
+        before = self.state.values()
+        loss, packed = self._gradients(batch)
+        norm = tf.linalg.global_norm([_values(g) for g in packed if g is not None])
+        norm /= tf.cast(self._optimizer.scale_loss(tf.constant(1.0)), norm.dtype)
+        finite = tf.math.is_finite(loss)
+        if not self._loss_scaled:
+            # Infinite gradients are how a loss scale finds its size; the optimizer skips them.
+            finite &= tf.math.is_finite(norm)
+        self.state.settle(finite, before)
+        tf.cond(finite, lambda: self._update(packed), lambda: tf.constant(False))
+        norm = tf.cast(norm, tf.float32)
+        return finite, tf.where(finite, loss, 0.0), tf.where(finite, norm, 0.0)
 
     def _update(self, packed: Sequence[Any]) -> tf.Tensor:
         self._optimizer.update(packed)

@@ -99,6 +99,7 @@ class Checkpoints:
       position: {name: trackable} of what else a resume needs; the best state goes without.
       identity: {name: string} that a checkpoint must agree with before it is read.
       keep: how many of the latest to keep.
+      before_position: called with a CheckpointReader before a position is restored from it.
     """
 
     def __init__(
@@ -108,7 +109,9 @@ class Checkpoints:
         position: Mapping[str, Any],
         identity: Mapping[str, str],
         keep: int,
+        before_position: Callable[[Any], None] | None = None,
     ):
+        self._before_position = before_position
         self._latest = os.path.join(model_dir, _LATEST)
         self._best = os.path.join(model_dir, _BEST)
         self._identity = dict(identity)
@@ -149,19 +152,27 @@ class Checkpoints:
           RunMismatch: when a checkpoint is of another base, another selection or another optimizer.
           ValueError: when there are checkpoints and none is whole.
         """
-        return self._restore_newest(self._all, self._latest)
+        return self._restore_newest(self._all, self._latest, self._before_position)
 
     def restore_best(self) -> str | None:
         """Restores the best state, but no position; else as `restore_latest`."""
         return self._restore_newest(self._values, self._best)
 
-    def _restore_newest(self, checkpoint: tf.train.Checkpoint, folder: str) -> str | None:
+    def _restore_newest(
+        self,
+        checkpoint: tf.train.Checkpoint,
+        folder: str,
+        before: Callable[[Any], None] | None = None,
+    ) -> str | None:
         steps = _steps(folder)
         for step in steps:
             prefix = os.path.join(folder, f"ckpt-{step}")
             try:
                 _check_seal(prefix)
-                self._check_identity(prefix)
+                reader = tf.train.load_checkpoint(prefix)
+                self._check_identity(prefix, reader)
+                if before is not None:
+                    before(reader)
                 _restore(checkpoint, prefix)
             except (_Damaged, tf.errors.OpError) as error:
                 logging.warning(
@@ -178,8 +189,7 @@ class Checkpoints:
             )
         return None
 
-    def _check_identity(self, prefix: str) -> None:
-        reader = tf.train.load_checkpoint(prefix)
+    def _check_identity(self, prefix: str, reader: Any) -> None:
         for name, expected in self._identity.items():
             key = f"identity/{name}/.ATTRIBUTES/VARIABLE_VALUE"
             found = reader.get_tensor(key).decode() if reader.has_tensor(key) else "none"

@@ -24,6 +24,7 @@ from finetune import runs
 from finetune.bundle import digest
 from finetune.calling import call
 from finetune.certificate import Certificate, certify
+from finetune.data import Passes, check_dataset
 from finetune.export import export
 from finetune.loading import Base, load
 from finetune.loop import EvalLoop, LoopResult, TrainLoop
@@ -163,11 +164,9 @@ class Trainer:
                 f"`best_metric` ({best_metric!r}) is not among the task's metrics, which are: "
                 f"{', '.join(nearest(best_metric, self._eval_loop.names, 100))}."
             )
-        data = task.train_dataset(self.batch_size, self.seed)
-        _check_dataset("train_dataset", data)
-        self._iterator = iter(_endless(data))
+        self._data = Passes(lambda seed: task.train_dataset(self.batch_size, seed), self.seed)
         self._eval_dataset = task.eval_dataset(self.batch_size)
-        _check_dataset("eval_dataset", self._eval_dataset)
+        check_dataset("eval_dataset", self._eval_dataset)
         if self._eval_dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
             raise ValueError("`task.eval_dataset` never ends: an evaluation is one pass over it.")
 
@@ -206,7 +205,7 @@ class Trainer:
             self.strategy,
             self._global_step,
             self._seed_random_ops,
-            self._iterator.element_spec,
+            self._data.iterator.element_spec,
         )
         self._checkpoints = runs.Checkpoints(
             self.model_dir,
@@ -216,13 +215,14 @@ class Trainer:
                 "global_step": self._global_step,
                 "best_value": self._best_value,
                 "stale": self._stale,
-                "iterator": self._iterator,
+                "data": self._data.position,
             },
             {
                 "base": self.base.fingerprint,
                 "selections": selections_digest(self.coverage.selections),
             },
             keep,
+            lambda reader: self._data.go_to(int(reader.get_tensor(_PASS))),
         )
         self._summaries: dict[str, tf.summary.SummaryWriter] = {}
         self._saved_step: int | None = None
@@ -277,7 +277,7 @@ class Trainer:
             Progress(target, self.global_step, self.progress) as progress,
         ):
             if not self._train_loop.traces:
-                self._warn(self._train_loop.trace(self._iterator))
+                self._warn(self._train_loop.trace(self._data.iterator))
             if self._saved_step is None:
                 # Shows at once whether a resume is possible, and is the last good state of a run
                 # whose first loss is NaN.
@@ -364,15 +364,24 @@ class Trainer:
         return directory
 
     def first_batch(self) -> Any:
-        """Returns the first training batch of a new run, for a look at the data."""
-        return next(iter(self.task.train_dataset(self.batch_size, self.seed)))
+        """Returns the first training batch of a new run, for a look at the data.
+
+        Raises:
+          ValueError: when there is none.
+        """
+        for batch in self.task.train_dataset(self.batch_size, self.seed).take(1):
+            return batch
+        raise ValueError(_NO_BATCH)
 
     def _loop(self, num_steps: int) -> LoopResult:
         began = time.monotonic()
-        try:
-            loop = self._train_loop.run(self._iterator, num_steps)
-        except tf.errors.OutOfRangeError as error:
-            raise ValueError("`task.train_dataset` holds no batch: nothing to train on.") from error
+        loop = self._train_loop.run(self._data.iterator, num_steps)
+        if loop.ended and not loop.steps:
+            # It ended where the loop before this one did, or there is nothing in it at all.
+            self._data.next_pass()
+            loop = self._train_loop.run(self._data.iterator, num_steps)
+            if loop.ended and not loop.steps:
+                raise ValueError(_NO_BATCH)
         if loop.bad_step is not None:
             raise NonFiniteError(
                 f"The loss or a gradient is not finite at step {loop.bad_step}. The step was not "
@@ -496,6 +505,13 @@ class Trainer:
                 "that cannot be saved. Keras layers and stateless random ops can.",
                 _some(random_ops),
             )
+        if forgetful := self._data.forgetful():
+            logging.warning(
+                "A resume of this run may not be bit-exact: `task.train_dataset` shuffles, then "
+                "%s, then repeats, and TensorFlow cannot save how a pass will be shuffled before "
+                "it begins. Return one pass, without `repeat`, or repeat right after the shuffle.",
+                forgetful,
+            )
         if self._train_loop.untracked:
             logging.warning(
                 "A resume of this run will not be bit-exact: a step writes to the variables %s, "
@@ -520,6 +536,8 @@ def readable(metrics: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
+_PASS = "data/number/.ATTRIBUTES/VARIABLE_VALUE"
+_NO_BATCH = "`task.train_dataset` holds no batch: nothing to train on."
 _IN_SCOPE = (
     "A Trainer is made and used outside of `strategy.scope()`: give it the strategy as `strategy`."
 )
@@ -600,24 +618,6 @@ def _without_names(config: Any) -> Any:
     if not isinstance(config, dict):
         return config
     return {key: _without_names(value) for key, value in config.items() if key != "name"}
-
-
-def _check_dataset(name: str, dataset: Any) -> None:
-    if not isinstance(dataset, tf.data.Dataset):
-        raise ValueError(f"`task.{name}` gave {dataset!r}, not a tf.data.Dataset.")
-    spec = dataset.element_spec
-    if not isinstance(spec, tuple) or len(spec) not in (2, 3):
-        raise ValueError(
-            f"`task.{name}` gives elements {spec}: they must be tuples (x, y) or (x, y, weights)."
-        )
-
-
-def _endless(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    options = tf.data.Options()
-    options.deterministic = True
-    if dataset.cardinality() != tf.data.INFINITE_CARDINALITY:
-        dataset = dataset.repeat()
-    return dataset.with_options(options)
 
 
 def _is_whole(value: Any) -> bool:

@@ -41,4 +41,4 @@ if [ "$(cat .venv/stamp 2>/dev/null)" != "$wanted" ]; then
 fi
 
 # Shorter logs, and no other Keras backend out of somebody's settings.
-export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-2}" KERAS_BACKEND=tensorflow
+export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-3}" KERAS_BACKEND=tensorflow

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 # Set before any test module imports TensorFlow or Keras, which read them once.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ["KERAS_BACKEND"] = "tensorflow"
 
 # The first example of a test traces a graph and is slow; the same examples every time.

@@ -63,7 +63,6 @@ def test_the_version_of_the_wheel_is_the_one_in_the_package(wheel):
     assert wheel.name == f"finetune_elements-{versions['__version__']}-py3-none-any.whl"
 
 
-@pytest.mark.slow
 def test_the_console_command_works_outside_the_checkout(wheel, tmp_path):
     run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"])
     python = tmp_path / "venv/bin/python"

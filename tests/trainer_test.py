@@ -1287,7 +1287,7 @@ def test_nothing_is_warned_of_without_a_reason(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda *arguments: [(ROWS, SUMS)], r"gave \[\(array.*, not a tf\.data\.Dataset"),
+        (lambda *arguments: [(ROWS, SUMS)], "gave a list, it must give a tf.data.Dataset"),
         (
             lambda *arguments: tf.data.Dataset.from_tensors(ROWS),
             r"gives elements TensorSpec.*: they must be tuples \(x, y\) or \(x, y, weights\)",

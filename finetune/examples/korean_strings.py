@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import re
@@ -61,7 +62,7 @@ class KoreanStrings(tfds.core.GeneratorBasedBuilder):
 def prepared(data_dir: str | os.PathLike[str] | None = None) -> KoreanStrings:
     """The builder, its files written if they were not there (half a second).
 
-    Several processes may ask for it at once. What tfds has to say goes to stderr.
+    Several processes may ask for it at once. tfds's forty lines of bars are not shown.
 
     Args:
       data_dir: Where tfds keeps the files; by default where it keeps all datasets.
@@ -77,14 +78,16 @@ def prepared(data_dir: str | os.PathLike[str] | None = None) -> KoreanStrings:
     [376, 382, 377, 387, 390]
     """
     builder = KoreanStrings(data_dir=data_dir)
-    with contextlib.redirect_stdout(sys.stderr):
-        try:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             builder.download_and_prepare()
-        except OSError:
-            # tfds ends with a rename, which fails for all but the first of several processes.
-            if not Path(builder.data_dir).exists():
-                raise
-            builder = KoreanStrings(data_dir=data_dir)
+    except Exception as error:
+        # tfds ends with a rename, which fails for all but the first of several processes.
+        if not (isinstance(error, OSError) and Path(builder.data_dir).exists()):
+            sys.stderr.write(said.getvalue())
+            raise
+        builder = KoreanStrings(data_dir=data_dir)
     return builder
 
 
