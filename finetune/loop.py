@@ -42,6 +42,24 @@ class LoopResult:
     ended: bool
 
 
+def joined(parts: Sequence[LoopResult]) -> LoopResult:
+    """Returns what several loops in a row did together.
+
+    Example:
+      >>> joined([LoopResult(3, 1.0, 4.0, None, True), LoopResult(1, 5.0, 0.0, None, False)])
+      LoopResult(steps=4, loss=2.0, gradient_norm=3.0, bad_step=None, ended=False)
+    """
+    steps = sum(part.steps for part in parts)
+    mean = max(steps, 1)
+    return LoopResult(
+        steps,
+        sum(part.loss * part.steps for part in parts) / mean,
+        sum(part.gradient_norm * part.steps for part in parts) / mean,
+        parts[-1].bad_step,
+        parts[-1].ended,
+    )
+
+
 class TrainLoop:
     """Takes training steps on the trainable elements of a module, inside one tf.function.
 

@@ -27,7 +27,7 @@ from finetune.certificate import Certificate, certify
 from finetune.data import Passes, check_dataset
 from finetune.export import export
 from finetune.loading import Base, load
-from finetune.loop import EvalLoop, LoopResult, TrainLoop
+from finetune.loop import EvalLoop, LoopResult, TrainLoop, joined
 from finetune.optimizer import MaskedOptimizer
 from finetune.paths import nearest
 from finetune.preemption import Preempted, sigterm_noted
@@ -375,13 +375,14 @@ class Trainer:
 
     def _loop(self, num_steps: int) -> LoopResult:
         began = time.monotonic()
-        loop = self._train_loop.run(self._data.iterator, num_steps)
-        if loop.ended and not loop.steps:
-            # It ended where the loop before this one did, or there is nothing in it at all.
+        parts = [self._train_loop.run(self._data.iterator, num_steps)]
+        while parts[-1].ended:
             self._data.next_pass()
-            loop = self._train_loop.run(self._data.iterator, num_steps)
-            if loop.ended and not loop.steps:
+            left = num_steps - sum(part.steps for part in parts)
+            parts.append(self._train_loop.run(self._data.iterator, left))
+            if parts[-1].ended and not parts[-1].steps:
                 raise ValueError(_NO_BATCH)
+        loop = joined(parts)
         if loop.bad_step is not None:
             raise NonFiniteError(
                 f"The loss or a gradient is not finite at step {loop.bad_step}. The step was not "
@@ -549,8 +550,8 @@ def _supported(strategy: tf.distribute.Strategy | None) -> tf.distribute.Strateg
     supported = (tf.distribute.MirroredStrategy, tf.distribute.OneDeviceStrategy)
     if strategy is not None and not isinstance(strategy, supported):
         raise ValueError(
-            f"`strategy` ({type(strategy).__name__}) is not supported yet: use MirroredStrategy "
-            "for the devices of one machine, OneDeviceStrategy, or None."
+            f"`strategy` ({_name_of(strategy)}) is not supported yet: use MirroredStrategy for the "
+            "devices of one machine, OneDeviceStrategy, or None."
         )
     return strategy or tf.distribute.get_strategy()
 
@@ -571,11 +572,17 @@ def _base(base: Base | str | Callable[[], Base], strategy: tf.distribute.Strateg
         copies = len(components(named.variable))
         if copies != replicas:
             raise ValueError(
-                f"`base` was not loaded under `strategy` ({type(strategy).__name__}, replicas: "
+                f"`base` was not loaded under `strategy` ({_name_of(strategy)}, replicas: "
                 f"{replicas}): the number of copies of `{path}` is {copies}. Pass a path or a "
                 "function that returns the Base, or load it inside `with strategy.scope():`."
             )
     return base
+
+
+def _name_of(strategy: tf.distribute.Strategy) -> str:
+    """Returns the public name of a strategy's class."""
+    names = (name for name in dir(tf.distribute) if getattr(tf.distribute, name) is type(strategy))
+    return next(names, type(strategy).__name__.lstrip("_"))
 
 
 def _take(base: Base, trainer: Trainer) -> None:

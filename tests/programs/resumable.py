@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 import finetune
+from finetune.examples import korean_spacing, quickspacer
 from finetune.trainer import Trainer
 
 STEPS = {"saved_model": 24, "keras": 60}
@@ -24,8 +25,6 @@ STEPS = {"saved_model": 24, "keras": 60}
 
 def saved_model(model_dir: str, data_dir: str) -> Trainer:
     """A real SavedModel: its dropout is an op, its embedding's gradients are sparse."""
-    from finetune.examples import korean_spacing, quickspacer
-
     optimizer = keras.optimizers.Adam(
         keras.optimizers.schedules.CosineDecay(1e-2, 20),
         global_clipnorm=0.5,
