@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from finetune.packing import Gradient, Packing
-from finetune.paths import named_variables
+from finetune.optimizer_state import left_out, read_selections, read_slots, write_state
+from finetune.packing import Gradient
 from finetune.rules import Coverage, resolve
 from finetune.selection import Selection
-from finetune.selectors import (
-    SelectorLike,
-    VariableSpec,
-    as_selector,
-    selector_from_config,
-)
+from finetune.selectors import selector_from_config
 from finetune.slots import Slots, build_with_slots, chain
+from finetune.takeover import (
+    decay_exclusions_of,
+    exclude_from_decay,
+    fresh,
+    take_over,
+    warm_slots,
+)
+from finetune.targets import (
+    MaskedRules,
+    Variable,
+    as_pairs,
+    components,
+    coverage_by_path,
+    names_of,
+    native,
+    own_name,
+    specs_of,
+)
 from finetune.updates import DenseUpdate, PackedUpdate, WholeUpdate, inner_names
-
-Variable: TypeAlias = tf.Variable | keras.Variable
-MaskedRules: TypeAlias = Sequence[tuple[str | Variable, SelectorLike]] | Mapping[str, SelectorLike]
 
 # Optimizers whose step of one element depends on that element alone, so that packed and dense give
 # the same bits (but for approximations of rsqrt and pow that depend on an element's place in a SIMD
@@ -131,9 +139,9 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
         if self.built:
             return
         state = self._build_state
-        state.names = _names_of(variables, paths, state.module)
+        state.names = names_of(variables, paths, state.module)
         state.given = list(variables)
-        state.variables = [_native(variable) for variable in variables]
+        state.variables = [native(variable) for variable in variables]
         if state.selections_follow:
             self._attach_stand_ins()
         else:
@@ -384,7 +392,7 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
         configuration takes its selection from saved optimizer weights, or refuses to be built.
         """
         state = self._build_state
-        rules = _as_pairs(state.rules, state.path_of)
+        rules = as_pairs(state.rules, state.path_of)
         return {
             "name": self.name,
             "inner": keras.saving.serialize_keras_object(self.inner),
@@ -406,7 +414,7 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
         inner = keras.saving.deserialize_keras_object(config.pop("inner"), custom_objects)
         rules = [
             (pattern, selector_from_config(saved["config"]) if saved["config"] else
-             _left_out(saved["text"]))
+             left_out(saved["text"]))
             for pattern, saved in config.pop("rules")
         ]  # fmt: skip
         stand_ins = config.pop("stand_ins", None)
@@ -444,25 +452,17 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
 
     def save_own_variables(self, store: Any) -> None:
         """Writes selections and slots by path, as `model.save` asks for."""
-        state = self._build_state
-        if not state.settled:
-            return
-        self.frozen_slots_to_zero()
-        index: dict[str, Any] = {"variables": []}
-        for number, names in enumerate(state.names):
-            selection = self.coverage.selections[names[0]]
-            slots = self.slots.get(names[0], {})
-            index["variables"].append(
-                {"names": names, "kind": selection.kind, "shape": selection.shape}
+        if self._build_state.settled:
+            self.frozen_slots_to_zero()
+            selections = self.coverage.selections
+            write_state(
+                store,
+                [
+                    (names, selections[names[0]], self.slots.get(names[0], {}))
+                    for names in self._build_state.names
+                ],
+                self.shared_slots,
             )
-            if selection.kind in ("rows", "elements"):
-                indices = selection.rows if selection.kind == "rows" else selection.flat_indices()
-                store[f"{number}.indices"] = indices
-            for name, slot in slots.items():
-                store[f"{number}.{name}"] = slot.numpy()
-        for name, slot in self.shared_slots.items():
-            store[f"shared.{name}"] = slot.numpy()
-        store["index"] = np.frombuffer(json.dumps(index).encode(), np.uint8)
 
     def load_own_variables(self, store: Any) -> None:
         """Takes over saved selections and slots; predicates are not evaluated again.
@@ -473,21 +473,15 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
         state = self._build_state
         if not state.variables or "index" not in store.keys():  # noqa: SIM118
             return
-        saved = json.loads(bytes(np.asarray(store["index"])).decode())["variables"]
-        places = _places(saved, state)
+        shapes = [tuple(variable.shape) for variable in state.variables]
+        saved = read_selections(store, state.names, shapes)
         # The names of the saved optimizer stay: rules and later files are spelled with them.
-        state.names = [tuple(saved[place]["names"]) for place in places]
-        selections = {
-            names[0]: _selection_of(saved[place], store, f"{place}.indices")
-            for names, place in zip(state.names, places, strict=True)
-        }
+        state.names = [names for _, names, _ in saved]
+        selections = {names[0]: selection for _, names, selection in saved}
         self._attach(selections, dict.fromkeys(selections, "saved with the optimizer"))
-        place_of = dict(zip(state.paths, places, strict=True))
-        for path, slots in self.slots.items():
-            for name, slot in slots.items():
-                slot.assign(store[f"{place_of[path]}.{name}"])
-        for name, slot in self.shared_slots.items():
-            slot.assign(store[f"shared.{name}"])
+        read_slots(
+            store, [(p, self.slots.get(names[0], {})) for p, names, _ in saved], self.shared_slots
+        )
 
     def _check_settled(self) -> None:
         if self._build_state.settled:
@@ -528,16 +522,11 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
 
     def _resolve(self) -> None:
         state = self._build_state
-        specs = {}
-        for names, variable in zip(state.names, state.variables, strict=True):
-            shape = tuple(variable.shape)
-            specs[names[0]] = VariableSpec(
-                names[0], shape, variable.dtype.name, _reader(variable), names
-            )
+        specs = specs_of(state.names, state.variables)
         if isinstance(state.rules, Mapping):
-            coverage = _coverage_by_path(state.rules, specs)
+            coverage = coverage_by_path(state.rules, specs)
         else:
-            coverage = resolve(_as_pairs(state.rules, state.path_of), specs)
+            coverage = resolve(as_pairs(state.rules, state.path_of), specs)
         self._attach(coverage.selections, coverage.decided_by)
 
     def _attach(self, selections: Mapping[str, Selection], decided_by: Mapping[str, str]) -> None:
@@ -548,28 +537,28 @@ class MaskedOptimizer(keras.optimizers.Optimizer):
             for path, variable in zip(state.paths, state.given, strict=True)
         ]
         if state.decay_exclusions is None:
-            state.decay_exclusions = _decay_exclusions(self.inner)
+            state.decay_exclusions = decay_exclusions_of(self.inner)
         warm = None
         if self.inner.built:
             # What stand-ins built holds nothing yet.
-            warm = None if state.updates else _warm_slots(self.inner)
-            self.inner = _fresh(self.inner)
+            warm = None if state.updates else warm_slots(self.inner)
+            self.inner = fresh(self.inner)
         updates, originals = [], []
         for name, path, given, kind in zip(
             inner_names(state.paths), state.paths, state.given, kinds, strict=True
         ):
             if kind is not None:
-                update = kind(path, _components(_native(given)), selections[path], name)
+                update = kind(path, components(native(given)), selections[path], name)
                 update.inner_variable.constraint = given.constraint
                 if isinstance(given, keras.Variable):
                     # Optimizers that treat variables by path are told Keras' paths.
                     update.inner_variable._path = given.path
                 updates.append(update)
-                originals.append(_native(given))
-        _exclude_from_decay(self.inner, state.decay_exclusions, originals, updates)
+                originals.append(native(given))
+        exclude_from_decay(self.inner, state.decay_exclusions, originals, updates)
         state.slots = build_with_slots(self.inner, [update.inner_variable for update in updates])
         if warm is not None:
-            _take_over(warm, originals, updates, state.slots)
+            take_over(warm, originals, updates, state.slots)
         state.number_of_update = {path: number for number, path in enumerate(state.paths)}
         state.updates = updates
         state.coverage = Coverage(dict(selections), dict(decided_by))
@@ -620,12 +609,12 @@ class _BuildState:
 
     def number(self, variable: Variable) -> int:
         """Returns the place of a variable among those of `build`."""
-        native = _native(variable)
+        wanted = native(variable)
         for number, known in enumerate(self.variables):
-            if known is native:
+            if known is wanted:
                 return number
         raise ValueError(
-            f"`{_own_name(variable)}` is not among the {len(self.paths)} variables that the "
+            f"`{own_name(variable)}` is not among the {len(self.paths)} variables that the "
             f"optimizer was built on ({', '.join(self.paths[:10])}); make a new optimizer for "
             "other variables."
         )
@@ -633,123 +622,8 @@ class _BuildState:
     def path_of(self, variable: Variable) -> str:
         """Returns the path of a variable that a rule names."""
         if not self.variables:
-            return _names_of([variable], None, self.module)[0][0]
+            return names_of([variable], None, self.module)[0][0]
         return self.paths[self.number(variable)]
-
-
-def _native(variable: Variable) -> tf.Variable:
-    return variable.value if isinstance(variable, keras.Variable) else variable
-
-
-def _own_name(variable: Variable) -> str:
-    return variable.path if isinstance(variable, keras.Variable) else variable.name.split(":")[0]
-
-
-def _components(variable: tf.Variable) -> list[tf.Variable]:
-    if isinstance(variable, tf.distribute.DistributedValues):
-        return list(variable.values)
-    return [variable]
-
-
-def _reader(variable: tf.Variable) -> Any:
-    def read() -> np.ndarray:
-        with tf.init_scope():
-            return variable.numpy()
-
-    return read
-
-
-def _names_of(
-    variables: Sequence[Variable], paths: Sequence[str] | None, module: Any
-) -> list[tuple[str, ...]]:
-    """Returns the names of each variable, its path first."""
-    if paths is not None:
-        return [(path,) for path in paths]
-    if module is not None:
-        named = {id(n.variable): (n.path, *n.aliases) for n in named_variables(module).values()}
-        unknown = [_own_name(v) for v in variables if id(_native(v)) not in named]
-        if unknown:
-            raise ValueError(f"`module` does not hold the variables {unknown}.")
-        return [named[id(_native(v))] for v in variables]
-    own = [_own_name(variable) for variable in variables]
-    # Names are no identity in TensorFlow; numbers make them one as long as the order stays.
-    seen: dict[str, int] = {}
-    names: list[tuple[str, ...]] = []
-    for name in own:
-        seen[name] = seen.get(name, -1) + 1
-        names.append((f"{name}_{seen[name]}" if seen[name] else name,))
-    return names
-
-
-def _as_pairs(rules: Any, path_of: Any) -> list[tuple[str, Any]]:
-    """Returns rules with patterns only: a variable stands for its exact path."""
-    if isinstance(rules, Mapping):
-        return [(re.escape(path), as_selector(selector)) for path, selector in rules.items()]
-    return [
-        (target if isinstance(target, str) else re.escape(path_of(target)), as_selector(selector))
-        for target, selector in rules
-    ]
-
-
-def _coverage_by_path(
-    rules: Mapping[str, SelectorLike], specs: Mapping[str, VariableSpec]
-) -> Coverage:
-    unknown = [path for path in rules if path not in specs]
-    missing = [path for path in specs if path not in rules]
-    if unknown or missing:
-        raise ValueError(
-            f"`rules` by path must name every variable once: unknown {unknown}, missing {missing}; "
-            f"the variables are {list(specs)}."
-        )
-    selections = {path: as_selector(rules[path])(spec) for path, spec in specs.items()}
-    if not any(selection.count for selection in selections.values()):
-        raise ValueError(f"nothing is trainable: the rules freeze all of {list(specs)}.")
-    return Coverage(selections, {path: as_selector(rules[path]).text for path in specs})
-
-
-def _left_out(text: str) -> Any:
-    def refuse(spec: VariableSpec) -> Selection:
-        raise ValueError(
-            f"the selector {text} was not saved with the configuration, and no optimizer weights "
-            "that hold its selection were loaded; make a MaskedOptimizer with rules."
-        )
-
-    return refuse
-
-
-def _places(saved: Sequence[Mapping[str, Any]], state: _BuildState) -> list[int]:
-    """Returns for each variable its place among the saved ones.
-
-    Names decide; where they are others, as for layers that Keras numbers anew, order and shapes.
-
-    Raises:
-      ValueError: when the saved variables are others.
-    """
-    place_of = {name: place for place, entry in enumerate(saved) for name in entry["names"]}
-    found = [next((place_of[n] for n in names if n in place_of), None) for names in state.names]
-    places = [place for place in found if place is not None]
-    if len(set(places)) < len(found):
-        places = list(range(len(found)))
-    shapes = [tuple(variable.shape) for variable in state.variables]
-    if len(saved) == len(shapes) and all(
-        tuple(saved[place]["shape"]) == shape for place, shape in zip(places, shapes, strict=True)
-    ):
-        return places
-    listed = [f"{entry['names'][0]} {tuple(entry['shape'])}" for entry in saved]
-    present = [f"{path} {shape}" for path, shape in zip(state.paths, shapes, strict=True)]
-    raise ValueError(
-        "The saved optimizer state is of other variables: saved were "
-        f"{sorted(set(listed) - set(present))}, the model has "
-        f"{sorted(set(present) - set(listed))} instead."
-    )
-
-
-def _selection_of(entry: Mapping[str, Any], store: Any, key: str) -> Selection:
-    kind, shape = entry["kind"], entry["shape"]
-    if kind in ("none", "all"):
-        return Selection.none(shape) if kind == "none" else Selection.all(shape)
-    make = Selection.from_rows if kind == "rows" else Selection.from_flat
-    return make(shape, np.asarray(store[key]))
 
 
 def _is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -769,93 +643,3 @@ def _unscalable_to_dense(
     ):
         return tf.convert_to_tensor(gradient)
     return gradient
-
-
-def _fresh(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """Returns an optimizer of the same configuration that is not built."""
-    return type(optimizer).from_config(optimizer.get_config())
-
-
-def _warm_slots(optimizer: keras.optimizers.Optimizer) -> tuple[list[tf.Variable], Slots]:
-    """Returns the variables of a built optimizer and its slots by variable.
-
-    A copy, built on the same variables, tells which place in the list is whose slot.
-    """
-    variables = [_native(variable) for variable in optimizer._trainable_variables]
-    names = inner_names([variable.name for variable in variables])
-    adopted = [keras.Variable(v, name=n) for v, n in zip(variables, names, strict=True)]
-    for variable, own in zip(adopted, optimizer._trainable_variables, strict=True):
-        variable._path = getattr(own, "path", variable.path)
-    copy = _fresh(optimizer)
-    places = build_with_slots(copy, adopted)
-    value_of = {id(c): o for c, o in zip(copy.variables, optimizer.variables, strict=True)}
-    of_variable = [{n: value_of[id(s)] for n, s in slots.items()} for slots in places.of_variable]
-    return variables, Slots(of_variable, {n: value_of[id(s)] for n, s in places.shared.items()})
-
-
-def _take_over(
-    warm: tuple[list[tf.Variable], Slots],
-    originals: Sequence[tf.Variable],
-    updates: Sequence[WholeUpdate],
-    slots: Slots,
-) -> None:
-    """Copies warm slots into new ones, at trainable elements where the new ones are packed."""
-    known = {id(variable): number for number, variable in enumerate(warm[0])}
-    for name, slot in slots.shared.items():
-        slot.assign(warm[1].shared[name])
-    for original, update, new in zip(originals, updates, slots.of_variable, strict=True):
-        if id(original) not in known:
-            continue
-        old = warm[1].of_variable[known[id(original)]]
-        for name, slot in new.items():
-            value = _taken(old[name].value, slot, update.selection) if name in old else None
-            if value is None:
-                raise ValueError(
-                    f"`inner` is built, and its slots of `{update.path}` cannot be packed: "
-                    f"{name!r} is not kept element by element. Use mode='dense' or 'auto'."
-                )
-            slot.assign(value)
-
-
-def _taken(value: tf.Variable, slot: keras.Variable, selection: Selection) -> Any:
-    """Returns the part of a slot's value that fits the new slot, or None."""
-    if slot.shape == value.shape:
-        return value
-    if slot.shape.rank == 0:
-        # What Adafactor puts where a vector has no factors.
-        return slot
-    if tuple(value.shape) == selection.shape:
-        return Packing(selection).gather(value)
-    if selection.rows is not None and value.shape == selection.shape[: value.shape.rank]:
-        # A number for each row, as Adafactor has.
-        return tf.gather(value, selection.rows)
-    return None
-
-
-def _decay_exclusions(optimizer: keras.optimizers.Optimizer) -> list[tuple[set[str], Any]]:
-    """Returns what `exclude_from_weight_decay` left in each part: variable keys and a pattern."""
-    return [
-        (
-            getattr(part, "_exclude_from_weight_decay", set()),
-            getattr(part, "_exclude_from_weight_decay_pattern", None),
-        )
-        for part in chain(optimizer)
-    ]
-
-
-def _exclude_from_decay(
-    inner: keras.optimizers.Optimizer,
-    exclusions: Sequence[tuple[set[str], Any]],
-    originals: Sequence[tf.Variable],
-    updates: Sequence[WholeUpdate],
-) -> None:
-    """Makes exclusions that were said of the model's variables hold for the inner ones."""
-    for part, (keys, pattern) in zip(chain(inner), exclusions, strict=False):
-        excluded = [
-            update.inner_variable
-            for original, update in zip(originals, updates, strict=True)
-            if part._var_key(original) in keys
-            or (pattern and any(map(pattern.search, (original.name, update.path))))
-        ]
-        if keys or pattern:
-            part.exclude_from_weight_decay(var_list=excluded)
