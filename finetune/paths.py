@@ -14,6 +14,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+# Every module that touches Keras imports this one; other backends' variables are no tf.Variables.
+if keras.backend.backend() != "tensorflow":
+    raise ImportError(
+        "finetune needs Keras' TensorFlow backend, but `KERAS_BACKEND` "
+        f"chose {keras.backend.backend()}: set KERAS_BACKEND=tensorflow before Keras is imported."
+    )
+
 # A shared sub-module is reached by many paths, and they multiply with each level of sharing.
 _MAX_PATHS_OF_AN_OBJECT = 8
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from finetune import calling, configurables, runs
 from finetune.certificate import Certificate
-from finetune.export import CERTIFICATE_FILE
+from finetune.exporting import CERTIFICATE_FILE
 from finetune.preemption import Preempted
 from finetune.trainer import Trainer, readable
 

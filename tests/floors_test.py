@@ -44,7 +44,7 @@ FLOORS = [
         "task",
         "certificate",
     ],
-    ["arguments", "runs", "loop", "export"],
+    ["arguments", "runs", "loop", "exporting"],
     ["trainer", "__init__"],
     ["examples", "configurables"],
     ["launch"],

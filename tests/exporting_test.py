@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from finetune.bundle import Bundle, digest, rewrite
 from finetune.certificate import Certificate
-from finetune.export import FrozenElementsMoved, export
+from finetune.exporting import FrozenElementsMoved, export
 from finetune.loading import Base, from_module, load
 from finetune.selection import Selection
 
@@ -399,7 +399,7 @@ def test_exporting_inside_a_tf_function_is_refused(tuned_small, tmp_path):
 
 KILLED_WHEN_WRITTEN = """
     import os, signal, sys
-    from finetune.export import export
+    from finetune.exporting import export
     from finetune.loading import load
     from finetune.selection import Selection
     base = load(sys.argv[1])
