@@ -21,13 +21,16 @@ class Task:
     Attributes:
       train_dataset: (batch_size, seed) -> tf.data.Dataset of batches, one pass or endless. It must
         be the same data in the same order for the same seed, and made of ops whose position
-        TensorFlow can save, so that a resumed run goes on with the same examples.
+        TensorFlow can save, so that a resumed run goes on with the same examples. If it is one
+        pass, it is asked for every pass anew, with another seed each time. What it holds back, in
+        `shuffle` or `cache`, is in every checkpoint.
       eval_dataset: (batch_size) -> finite tf.data.Dataset of batches, always in the same order.
       loss: (y, outputs) -> the loss of each position, not reduced; a Keras loss made with
         `reduction=None` fits. Trained on is the mean weighted by `weights`.
       metrics: () -> fresh Keras metrics, updated with (y, outputs, sample_weight=weights).
       forward: (module, x, training=...) -> outputs.
-      regularizer: (module) -> a scalar that is added to the loss, once for each global batch.
+      regularizer: (module) -> a scalar that is added to the loss, once for each global batch. The
+        losses that a Keras model collects are `lambda model: tf.add_n(model.losses)`.
       describe: (batch) -> readable lines, for a look at the data before training.
 
     Raises:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import json
 import math
-import numbers
 import os
 import time
 import weakref
@@ -20,13 +17,13 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from finetune import runs
+from finetune import arguments, runs
 from finetune.bundle import digest
 from finetune.calling import call
 from finetune.certificate import Certificate, certify
 from finetune.data import Passes, check_dataset
-from finetune.export import export
-from finetune.loading import Base, load
+from finetune.exporting import export
+from finetune.loading import Base
 from finetune.loop import EvalLoop, LoopResult, TrainLoop, joined
 from finetune.optimizer import MaskedOptimizer
 from finetune.paths import nearest
@@ -34,18 +31,19 @@ from finetune.preemption import Preempted, sigterm_noted
 from finetune.progress import Progress
 from finetune.rules import Rules, resolve
 from finetune.selection import selections_digest
-from finetune.selectors import as_selector
 from finetune.state import components
 from finetune.summaries import write_scalars
 from finetune.task import Task
 
 
 class NonFiniteError(ValueError):
-    """The loss or a gradient was NaN or infinite; nothing of that step reached the model."""
+    """The loss, a gradient or a trainable element became NaN or infinite."""
 
 
 # The Trainer that has a module's values in its hands: another one begins with the base's again.
 _trainer_of: weakref.WeakKeyDictionary[Any, weakref.ref[Trainer]] = weakref.WeakKeyDictionary()
+# Optimizers that took steps in a Trainer, and would not start anew in another.
+_used: weakref.WeakSet[keras.optimizers.Optimizer] = weakref.WeakSet()
 
 
 class Trainer:
@@ -64,8 +62,8 @@ class Trainer:
         returns a Base (called inside the strategy's scope).
       rules: (pattern, selector) pairs; the first that matches a variable's whole path wins.
       task: data, loss and metrics. Its default `forward` calls the base's `endpoint`.
-      optimizer: any Keras 3 optimizer; clipping, EMA, accumulation, loss scale and schedules are
-        its arguments.
+      optimizer: any Keras 3 optimizer, a new one for each Trainer; clipping, EMA, accumulation,
+        loss scale and schedules are its arguments.
       model_dir: local folder where the run keeps its checkpoints, TensorBoard events and
         evaluations.
       strategy: a tf.distribute.MirroredStrategy or OneDeviceStrategy; by default none.
@@ -115,32 +113,14 @@ class Trainer:
         keep: int = 3,
         progress: bool = True,
     ):
-        _check_counts(
+        arguments.check_counts(
             batch_size=batch_size, num_steps=num_steps, steps_per_loop=steps_per_loop,
             eval_every=eval_every, checkpoint_every=checkpoint_every, patience=patience, keep=keep,
         )  # fmt: skip
-        if not _is_whole(seed):
-            raise ValueError(f"`seed` ({seed!r}) must be a whole number.")
-        _check_best(best_metric, best_mode, patience, eval_every)
-        if not isinstance(optimizer, keras.optimizers.Optimizer):
-            raise ValueError(
-                f"`optimizer` ({optimizer!r}) must be a Keras 3 optimizer, for instance "
-                "keras.optimizers.Adam(1e-3)."
-            )
-        if isinstance(optimizer, MaskedOptimizer):
-            raise ValueError(
-                "`optimizer` is a MaskedOptimizer already: give the Trainer the optimizer inside "
-                "it, and the rules as `rules`."
-            )
-        if not isinstance(task, Task):
-            raise ValueError(
-                f"`task` ({task!r}) must be a finetune.Task; a function that makes one must be "
-                "called, in gin @my_task()."
-            )
-        if "://" in os.fspath(model_dir):
-            raise ValueError(f"`model_dir` ({model_dir}) must be a local folder.")
-        self.strategy = _supported(strategy)
-        self.base = _base(base, self.strategy)
+        arguments.check_best(best_metric, best_mode, patience, eval_every)
+        arguments.check_others(task, optimizer, model_dir, seed)
+        self.strategy = arguments.supported(strategy)
+        self.base = arguments.loaded(base, self.strategy)
         self.task = task
         self.model_dir = os.fspath(model_dir)
         self.batch_size = int(batch_size)
@@ -170,14 +150,13 @@ class Trainer:
         if self._eval_dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
             raise ValueError("`task.eval_dataset` never ends: an evaluation is one pass over it.")
 
-        _take(self.base, self)
         self.coverage = runs.open_run(
             self.model_dir,
             lambda: resolve(rules, self.base.specs()),
             {
                 "base": self.base.fingerprint,
-                "rules": _described_rules(rules, self.base),
-                "optimizer": _described_optimizer(optimizer),
+                "rules": arguments.described_rules(rules, self.base),
+                "optimizer": arguments.described_optimizer(optimizer),
                 "mode": mode,
                 "seed": self.seed,
                 "batch_size": self.batch_size,
@@ -189,8 +168,16 @@ class Trainer:
             if selection.count and path not in self.coverage.state
         }
         variables = {path: named.variable for path, named in self.base.variables.items()}
+        if optimizer in _used:
+            raise ValueError(
+                "`optimizer` has taken steps in another Trainer already, whose count and slots it "
+                "holds: make a new optimizer for each Trainer."
+            )
+        self._given_optimizer = optimizer
         self.optimizer = MaskedOptimizer(optimizer, trained, mode=mode)
+        _take(self.base, self)
         self.optimizer.build([variables[path] for path in trained], list(trained))
+        self._not_finite_in_base = self._not_finite()
         self._global_step = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._best_value = tf.Variable(math.nan, dtype=tf.float64, trainable=False)
         self._stale = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -257,14 +244,15 @@ class Trainer:
           over the last loop; and the last evaluation's numbers as 'eval_loss' and so on.
 
         Raises:
-          NonFiniteError: when loss or gradients are NaN or infinite; names the step. The last
-            good checkpoint and the values before that step stay.
+          NonFiniteError: when the loss or a gradient is NaN or infinite, which names the step and
+            leaves the values before it; or when values are, at a checkpoint that is then not
+            saved. The last good checkpoint stays.
           Preempted: after SIGTERM, when the state is saved; exits with status 42 if not caught.
           ValueError: when no gradient reaches a trainable variable, or the data is empty or its
             position cannot be saved.
         """
         self._check_in_hand()
-        _check_counts(num_steps=num_steps)
+        arguments.check_counts(num_steps=num_steps)
         target = num_steps if num_steps is not None else self.num_steps
         if target is None:
             raise ValueError("`num_steps` (None) must be given, to the Trainer or to `train`.")
@@ -346,7 +334,7 @@ class Trainer:
           The directory.
 
         Raises:
-          finetune.export.FrozenElementsMoved: when a frozen element differs from the base.
+          finetune.exporting.FrozenElementsMoved: when a frozen element differs from the base.
           ValueError: when the directory exists.
         """
         self._check_in_hand()
@@ -374,6 +362,7 @@ class Trainer:
         raise ValueError(_NO_BATCH)
 
     def _loop(self, num_steps: int) -> LoopResult:
+        _used.add(self._given_optimizer)
         began = time.monotonic()
         parts = [self._train_loop.run(self._data.iterator, num_steps)]
         while parts[-1].ended:
@@ -428,11 +417,26 @@ class Trainer:
 
     def _save(self) -> None:
         if self._saved_step != self.global_step:
+            if self._not_finite() > self._not_finite_in_base:
+                raise NonFiniteError(
+                    f"Trainable elements are not finite any more after step {self.global_step}, "
+                    f"which is not saved; the last good checkpoint in {self.model_dir} is of step "
+                    f"{self._saved_step}. A lower learning rate or `global_clipnorm` may help."
+                )
             self.optimizer.frozen_slots_to_zero()
             self._checkpoints.save(self.global_step)
             self._saved_step = self.global_step
 
+    def _not_finite(self) -> int:
+        """Returns how many trainable elements are NaN or infinite."""
+        variables = [self.base.variables[update.path].variable for update in self.optimizer.updates]
+        packed = self.optimizer.pack(
+            [components(variable)[0].read_value() for variable in variables]
+        )
+        return sum(int(tf.math.count_nonzero(~tf.math.is_finite(value))) for value in packed)
+
     def _after_restore(self) -> None:
+        _used.add(self._given_optimizer)
         for update in self.optimizer.updates:
             update.before()
             update.push()
@@ -485,7 +489,7 @@ class Trainer:
 
     def _check_in_hand(self) -> None:
         if tf.distribute.has_strategy():
-            raise ValueError(_IN_SCOPE)
+            raise ValueError(arguments.IN_SCOPE)
         if _trainer_of[self.base.module]() is not self:
             raise ValueError(
                 f"The base's module is in the hands of a Trainer that was made later, so its "
@@ -539,50 +543,6 @@ def readable(metrics: dict[str, float]) -> str:
 
 _PASS = "data/number/.ATTRIBUTES/VARIABLE_VALUE"
 _NO_BATCH = "`task.train_dataset` holds no batch: nothing to train on."
-_IN_SCOPE = (
-    "A Trainer is made and used outside of `strategy.scope()`: give it the strategy as `strategy`."
-)
-
-
-def _supported(strategy: tf.distribute.Strategy | None) -> tf.distribute.Strategy:
-    if tf.distribute.has_strategy():
-        raise ValueError(_IN_SCOPE)
-    supported = (tf.distribute.MirroredStrategy, tf.distribute.OneDeviceStrategy)
-    if strategy is not None and not isinstance(strategy, supported):
-        raise ValueError(
-            f"`strategy` ({_name_of(strategy)}) is not supported yet: use MirroredStrategy for the "
-            "devices of one machine, OneDeviceStrategy, or None."
-        )
-    return strategy or tf.distribute.get_strategy()
-
-
-def _base(base: Base | str | Callable[[], Base], strategy: tf.distribute.Strategy) -> Base:
-    if not isinstance(base, Base):
-        if not callable(base) and not isinstance(base, (str, os.PathLike)):
-            raise ValueError(
-                f"`base` ({base!r}) must be a finetune.Base, as finetune.load and "
-                "finetune.from_module return it, a path, or a function that returns one."
-            )
-        with strategy.scope():
-            base = base() if callable(base) else load(base)
-    if not isinstance(base, Base):
-        raise ValueError(f"`base` is a function that returned {base!r}, not a finetune.Base.")
-    replicas = strategy.num_replicas_in_sync
-    for path, named in base.variables.items():
-        copies = len(components(named.variable))
-        if copies != replicas:
-            raise ValueError(
-                f"`base` was not loaded under `strategy` ({_name_of(strategy)}, replicas: "
-                f"{replicas}): the number of copies of `{path}` is {copies}. Pass a path or a "
-                "function that returns the Base, or load it inside `with strategy.scope():`."
-            )
-    return base
-
-
-def _name_of(strategy: tf.distribute.Strategy) -> str:
-    """Returns the public name of a strategy's class."""
-    names = (name for name in dir(tf.distribute) if getattr(tf.distribute, name) is type(strategy))
-    return next(names, type(strategy).__name__.lstrip("_"))
 
 
 def _take(base: Base, trainer: Trainer) -> None:
@@ -594,64 +554,6 @@ def _take(base: Base, trainer: Trainer) -> None:
         values = [np.asarray(copy.numpy(), text) for copy in components(named.variable)]
         if any(digest(value) != digests[path] for value in values):
             named.variable.assign(base.read(path))
-
-
-def _described_rules(rules: Rules, base: Base) -> list[str]:
-    """Returns a text for each rule that is another when the rule selects otherwise."""
-    try:
-        pairs = [(getattr(p, "pattern", p), as_selector(selector)) for p, selector in rules]
-    except (TypeError, ValueError):
-        resolve(rules, base.specs())  # Says what is wrong, and how rules are written.
-        raise
-    return [
-        f"('{pattern}', {s.text}) sha256 {hashlib.sha256(s.identity.encode()).hexdigest()[:16]}"
-        for pattern, s in pairs
-    ]
-
-
-def _described_optimizer(optimizer: keras.optimizers.Optimizer) -> Any:
-    try:
-        config = keras.saving.serialize_keras_object(optimizer)
-        return _without_names(json.loads(json.dumps(config)))
-    except (TypeError, ValueError, NotImplementedError):
-        # A function or class of the user that does not tell what it was made of.
-        return {"class_name": type(optimizer).__name__}
-
-
-def _without_names(config: Any) -> Any:
-    """Keras numbers the names of optimizers within a process: they say nothing."""
-    if isinstance(config, list):
-        return [_without_names(item) for item in config]
-    if not isinstance(config, dict):
-        return config
-    return {key: _without_names(value) for key, value in config.items() if key != "name"}
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _check_counts(**counts: int | None) -> None:
-    wrong = [
-        f"`{name}` ({value!r})" for name, value in counts.items()
-        if value is not None and (not _is_whole(value) or value < 1)
-    ]  # fmt: skip
-    if wrong:
-        raise ValueError(f"{', '.join(wrong)} must be whole numbers of 1 or more.")
-
-
-def _check_best(
-    best_metric: str | None, best_mode: str, patience: int | None, eval_every: int | None
-) -> None:
-    if best_mode not in ("max", "min"):
-        raise ValueError(f"`best_mode` ({best_mode!r}) must be 'max' or 'min'.")
-    if patience is not None and best_metric is None:
-        raise ValueError(f"`patience` ({patience}) needs a `best_metric` to watch.")
-    if best_metric is not None and eval_every is None:
-        raise ValueError(
-            f"`best_metric` ({best_metric!r}) needs `eval_every`: without evaluations during "
-            "training there is no best state."
-        )
 
 
 def _some(names: list[str]) -> str:

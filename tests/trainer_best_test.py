@@ -92,6 +92,22 @@ def test_a_nan_metric_is_never_better(tmp_path):
     assert exported_w(trainer) == 0.75
 
 
+def test_the_best_average_is_exported_where_averages_are_evaluated(tmp_path):
+    rules = [("w", everything()), ("other", nothing())]
+    trainer = trainer_of(
+        tmp_path,
+        from_module(Bowl()),
+        rules,
+        bowl_task(),
+        keras.optimizers.SGD(0.125, use_ema=True, ema_momentum=0.5),
+        eval_every=1,
+        best_metric="score",
+    )
+    trainer.train(6)
+    best = max(line["score"] for line in trainer.evaluations)
+    assert best == evaluation_of(trainer, 2)["score"] == -((exported_w(trainer) - 1) ** 2)
+
+
 def test_best_and_latest_do_not_delete_each_other(tmp_path):
     bowl_trainer(tmp_path, keep=1).train(6)
     kept = {folder: {f.stem for f in (tmp_path / folder).glob("*.index")} for folder in

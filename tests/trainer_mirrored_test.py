@@ -43,7 +43,7 @@ PARTLY, MIXED, WHOLLY = 9 + 2 + 1, 18 + 4, 18 + 6 + 1
     ],
 )
 def test_two_replicas_train_as_one_does(results, case, changed):
-    """With a partial last batch, weights, a regularizer, clipping; only the order of sums differs."""
+    """With a partial batch, weights, a regularizer and clipping; only the order of sums differs."""
     found = results[f"case_{case}"]
     assert found["losses"] <= 16  # Units in the last place, in each of twelve steps.
     assert found["values"] <= 256  # The largest was 48, at a value near zero.

@@ -20,7 +20,7 @@ from small_runs import (
     values_of,
 )
 
-from finetune.export import FrozenElementsMoved
+from finetune.exporting import FrozenElementsMoved
 from finetune.loading import from_module
 from finetune.optimizer import MaskedOptimizer
 from finetune.selectors import (
@@ -59,6 +59,7 @@ from finetune.trainer import Trainer
             {"optimizer": MaskedOptimizer(keras.optimizers.Adam(), ALL)},
             "`optimizer` is a MaskedOptimizer already: give the Trainer the optimizer inside it",
         ),
+        ({"task": task_of}, r"`task` \(<function task_of.*\) must be a finetune\.Task; a function"),
         ({"base": 3}, r"`base` \(3\) must be a finetune.Base, as"),
         ({"base": Linear}, "`base` is a function that returned <.*Linear.*>, not a finetune.Base"),
         ({"base": "nowhere"}, r"`source` \(nowhere\) does not exist"),
@@ -89,6 +90,14 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path, arguments, text):
 def test_numpy_integers_are_whole_numbers(tmp_path):
     trainer = trainer_of(tmp_path, batch_size=np.int64(4), seed=np.int32(1), num_steps=np.int64(2))
     assert trainer.train()["global_step"] == 2
+
+
+def test_an_optimizer_that_took_steps_elsewhere_is_refused(tmp_path):
+    optimizer = keras.optimizers.Adam(0.05)
+    trainer_of(tmp_path / "a", optimizer=optimizer)  # Takes none.
+    trainer_of(tmp_path / "b", optimizer=optimizer).train(5)
+    with pytest.raises(ValueError, match="`optimizer` has taken steps in another Trainer already"):
+        trainer_of(tmp_path / "c", optimizer=optimizer)
 
 
 def test_a_remote_folder_is_refused():

@@ -1,6 +1,7 @@
 import functools
 import gc
 import os
+import signal
 import threading
 
 import keras
@@ -230,6 +231,23 @@ def test_a_resumed_run_names_the_same_step(tmp_path):
         trainer_of(tmp_path, task=poisoned(8)).train(20)
 
 
+def test_values_that_overflow_are_not_saved(tmp_path):
+    """Loss and gradient of the first step are finite, the step of 3e38 times more than 1 is not."""
+    optimizer = keras.optimizers.SGD(3e38)
+    trainer = trainer_of(tmp_path, optimizer=optimizer, checkpoint_every=1)
+    with pytest.raises(NonFiniteError, match=r"not finite any more after step 1, .* of step 0\."):
+        trainer.train(5)
+    assert trainer_of(tmp_path, optimizer=keras.optimizers.SGD(3e38)).global_step == 0
+
+
+def test_an_element_that_is_infinite_in_the_base_does_not_stop_a_run(tmp_path):
+    module = Linear()
+    module.w[1, 1].assign(-np.inf)
+    base = base_of(module)
+    task = task_of(forward=lambda module, x, training: tf.linalg.matvec(x, module.w[:, 0]))
+    trainer_of(tmp_path, base, [("w", everything()), ("b", nothing())], task).train(5)
+
+
 def test_statistics_are_finite_after_a_nan_even_if_they_may_move(tmp_path):
     rules = [(".*moving_.*", model_state()), (".*", everything())]
     base = from_module(model_with_state())
@@ -339,32 +357,44 @@ def test_a_frozen_variable_that_the_model_writes_is_put_back_although_it_claims_
 # SIGTERM, output, and the rest.
 
 
-def sigterm_at(step):
-    """A loss that sends SIGTERM when the data says so."""
+def signal_at(step, number):
+    """A task whose loss sends the signal in that step, counted from 1."""
 
-    def send(at):
-        if at:
-            os.kill(os.getpid(), 15)
+    def send(now):
+        if now and number is not None:
+            os.kill(os.getpid(), number)
         return np.float32(0)
 
     def loss(y, outputs):
-        extra = tf.numpy_function(send, [tf.reduce_any(y > 1e6)], tf.float32)
-        return tf.square(outputs - tf.minimum(y, 1.0)) + tf.ensure_shape(extra, [])
+        nothing = tf.numpy_function(send, [tf.reduce_any(y > 1e6)], tf.float32)
+        return tf.square(outputs - tf.minimum(y, 1.0)) + tf.ensure_shape(nothing, [])
 
-    y = np.tile(SUMS, 4)
+    x, y = np.tile(ROWS, [10, 1]), np.tile(SUMS, 10)
     y[4 * (step - 1)] = 1e7
-    return task_of(np.tile(ROWS, [4, 1]), y, loss=loss)
+    return task_of(x, y, loss=loss)
 
 
 def test_sigterm_saves_and_exits_with_42_and_the_run_goes_on(tmp_path):
-    trainer = trainer_of(tmp_path, task=sigterm_at(8), checkpoint_every=100)
+    trainer = trainer_of(tmp_path, task=signal_at(8, signal.SIGTERM), checkpoint_every=100)
     with pytest.raises(Preempted) as stopped:
         trainer.train(12)
     assert stopped.value.code == 42
     assert stopped.value.global_step == 10  # The end of its loop of five.
-    again = trainer_of(tmp_path, task=sigterm_at(8))
+    again = trainer_of(tmp_path, task=signal_at(8, signal.SIGTERM))
     assert again.global_step == 10
     assert values_of(again) == values_of(trainer)
+
+
+def test_an_interrupted_cell_can_be_run_again(tmp_path):
+    """Ctrl-C in a notebook, at the twentieth batch."""
+    whole = trainer_of(tmp_path / "whole", task=signal_at(20, None))
+    whole.train(30)
+    trainer = trainer_of(tmp_path / "parts", task=signal_at(20, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(30)
+    assert trainer.global_step == 20
+    trainer.train(30)
+    assert values_of(trainer) == values_of(whole)
 
 
 def test_training_works_in_a_thread(tmp_path):
