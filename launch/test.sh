@@ -7,4 +7,5 @@ set -e
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check .
 .venv/bin/python -m mypy finetune launch
-exec .venv/bin/python -m pytest "$@"
+# Two processes; an argument `-n 0` runs everything in one, for a debugger.
+exec .venv/bin/python -m pytest -n 2 "$@"
