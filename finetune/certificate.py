@@ -181,9 +181,7 @@ class Certificate:
             lines.append(f"of these, state that may move: {_counted(moving, 'trainable')}")
         if edited := [record for record in self.variables if record.edited]:
             paths = ", ".join(record.path for record in edited)
-            lines.append(
-                f"the base's own values were replaced on purpose before training in {paths}"
-            )
+            lines.append(f"base values were replaced on purpose before training in {paths}")
         if not_finite := [record for record in self.variables if record.not_finite]:
             lines.append(f"NaN or infinite now: {_counted(not_finite, 'not_finite')}")
         known = [record for record in self.variables if record.largest_change is not None]
