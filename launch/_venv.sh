@@ -8,9 +8,9 @@ python_version=$("$PYTHON" -c 'import sys; print(*sys.version_info[:3], sep=".")
     echo "Cannot run \`$PYTHON\`: install Python 3 with its venv module, or name one: PYTHON=... sh $0" >&2
     exit 1
 }
-"$PYTHON" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || {
-    echo "\`$PYTHON\` is Python $python_version, for which there is no TensorFlow 2.21:" \
-        "name a Python 3.10 to 3.13: PYTHON=... sh $0" >&2
+"$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || {
+    echo "\`$PYTHON\` is Python $python_version, for which there is no Keras 3.15 on TensorFlow 2.21:" \
+        "name a Python 3.11 to 3.13: PYTHON=... sh $0" >&2
     exit 1
 }
 

@@ -118,8 +118,8 @@ NORMS_OF_VALUES = {"Adafactor", "Lamb"}
 #   those of the rest (up to 2 ulp and 1 ulp apart), and packing moves elements from one group to
 #   the other. Grappler makes x * rsqrt(y) of x / sqrt(y) in functions. Eager Ftrl calls pow, and
 #   divides the difference of two of its results by the learning rate.
-# - XLA contracts a * b + c to one FMA within a kernel, and after a gather Adagrad's kernels are cut
-#   in another way than after a select.
+# - XLA contracts a * b + c to one FMA within a kernel, and for these two optimizers kernels are cut
+#   in another way after a gather than after a select.
 # The tests called `test_without_...` take each cause away and find the bits equal.
 ULP_A_STEP = {
     ("Adadelta", "function"): 1,
@@ -128,6 +128,7 @@ ULP_A_STEP = {
     ("RMSprop", "function"): 1,
     ("Ftrl", "eager"): 3,
     ("Adagrad", "jit"): 1,
+    ("ScheduleFreeAdamW", "jit"): 1,
 }
 
 
@@ -262,14 +263,15 @@ def test_without_a_real_pow_ftrl_is_equal_packed_and_dense(execution, monkeypatc
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag names x86 instructions")
-def test_without_fma_adagrad_is_equal_packed_and_dense_in_xla():
+def test_without_fma_packed_and_dense_are_equal_in_xla_too():
     # XLA reads its flags once, so this needs a process of its own.
     script = (
         "import conformance_test as c\n"
         "c.ULP_A_STEP.clear()\n"
-        "for selection in ('elements', 'columns'):\n"
-        "    for feature in ('clipnorm', 'L2 penalty'):\n"
-        "        c.check(c.Case('Adagrad', feature, 'jit', selection, 'float32'))\n"
+        "c.check(c.Case('Adagrad', 'clipnorm', 'jit', 'columns', 'float32'))\n"
+        "c.check(c.Case('Adagrad', 'L2 penalty', 'jit', 'elements', 'float32'))\n"
+        "c.check(c.Case('ScheduleFreeAdamW', 'clipvalue', 'jit', 'one element', 'float32'))\n"
+        "c.check(c.Case('ScheduleFreeAdamW', 'global_clipnorm', 'jit', 'one element', 'float64'))\n"
     )
     folder = pathlib.Path(__file__).parent
     environment = {

@@ -155,8 +155,8 @@ def test_a_run_that_is_killed_ends_with_the_bits_of_one_that_is_not(
     kills = ["while saving", "at random", "SIGTERM"]
     statuses = run_with_kills(program, variant, tmp_path / "run", kills, generator)
     assert statuses[0] == -signal.SIGKILL
-    # The later ones come too late where the machine is fast.
-    assert set(statuses[1:]) <= {-signal.SIGKILL, 42, 0}
+    # The later ones may come after the end of the training, or of the run.
+    assert set(statuses[1:]) <= {-signal.SIGKILL, -signal.SIGTERM, 42, 0}
     assert outcome(tmp_path / "run") == outcome(uninterrupted[variant])
 
 
