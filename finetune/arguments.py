@@ -43,7 +43,8 @@ def check_counts(**counts: int | None) -> None:
         if value is not None and (not _is_whole(value) or value < 1)
     ]  # fmt: skip
     if wrong:
-        raise ValueError(f"{', '.join(wrong)} must be whole numbers of 1 or more.")
+        kind = "a whole number" if len(wrong) == 1 else "whole numbers"
+        raise ValueError(f"{', '.join(wrong)} must be {kind} of 1 or more.")
 
 
 def check_best(
@@ -86,8 +87,14 @@ def check_others(task: Any, optimizer: Any, model_dir: str, seed: Any) -> None:
             "`optimizer` is a MaskedOptimizer already: give the Trainer the optimizer inside it, "
             "and the rules as `rules`."
         )
-    if "://" in os.fspath(model_dir):
+    if not isinstance(model_dir, (str, os.PathLike)) or not os.fspath(model_dir):
+        raise ValueError(f"`model_dir` ({model_dir!r}) must be the path of the run's folder.")
+    if "://" in os.fspath(model_dir) or os.path.isfile(model_dir):
         raise ValueError(f"`model_dir` ({model_dir}) must be a local folder.")
+    if os.path.exists(os.path.join(model_dir, "saved_model.pb")):
+        raise ValueError(
+            f"`model_dir` ({model_dir}) holds a SavedModel: choose a folder of its own."
+        )
     if not _is_whole(seed):
         raise ValueError(f"`seed` ({seed!r}) must be a whole number.")
 
@@ -121,6 +128,10 @@ def loaded(base: Base | str | Callable[[], Base], strategy: tf.distribute.Strate
             raise ValueError(
                 f"`base` ({base!r}) must be a finetune.Base, as finetune.load and "
                 "finetune.from_module return it, a path, or a function that returns one."
+            )
+        if isinstance(base, tf.Module | keras.layers.Layer):
+            raise ValueError(
+                f"`base` ({type(base).__name__}) is a model: give finetune.from_module(model)."
             )
         with strategy.scope():
             base = base() if callable(base) else load(base)

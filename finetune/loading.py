@@ -26,7 +26,7 @@ _VALUE = "VARIABLE_VALUE"
 _BOOKKEEPING = frozenset(["save_counter", "optimizer", ".OPTIMIZER_SLOT", "global_step"])
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Base:
     """A model as it was before fine-tuning, and the model itself, which training changes.
 
@@ -61,6 +61,10 @@ class Base:
     _keys: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
     _snapshot: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
     _digests: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        where = f" in {self.directory}" if self.directory else ""
+        return f"<Base: {self.format}{where}, {len(self.variables)} variables>"
 
     def read(self, path: str) -> np.ndarray:
         """Returns a fresh array with the base value of the variable, whatever training did to it.
@@ -205,7 +209,18 @@ def load(
     >>> base.module.w.numpy(), base.key_of("w")
     (array([1., 2.], dtype=float32), 'model/w/.ATTRIBUTES/VARIABLE_VALUE')
     """
+    if not isinstance(source, (str, os.PathLike)):
+        raise ValueError(
+            f"`source` ({type(source).__name__}) must be a path; for a model in memory write "
+            "finetune.from_module(model)."
+        )
     source = os.fspath(source)
+    if source.endswith((".keras", ".h5", ".hdf5")):
+        raise ValueError(
+            f"`source` ({source}) is a Keras file: let Keras load it, with "
+            "finetune.from_module(keras.models.load_model(...)), or for weights alone "
+            "model.load_weights(...) and finetune.from_module(model)."
+        )
     if tf.io.gfile.exists(os.path.join(source, _GRAPH_FILE)):
         base = _load_saved_model(source, module_fn, dtype_policy)
     else:

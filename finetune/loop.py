@@ -225,20 +225,14 @@ class TrainLoop:
         return loss, self._optimizer.pack(gradients)
 
     def _replica_loss(self, batch: Any) -> tf.Tensor:
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        outputs = self._task.forward(self._module, x, training=True)
-        losses = self._task.loss(y, outputs)
-        replicas = self._strategy.num_replicas_in_sync
-        if replicas > 1 and tf.convert_to_tensor(losses).shape.rank == 0:
-            raise ValueError(
-                "`task.loss` gives one number for a batch, but replicas get parts of different "
-                "sizes: it must not reduce; Keras losses need reduction=None."
-            )
-        total, count = weighted_sum(losses, weights)
+        total, count, *_ = _summed_loss(self._task, self._module, batch, training=True)
         loss = tf.math.divide_no_nan(total, _summed_over_replicas(count))
         if self._task.regularizer is not None:
             # Once for the global batch, not once a replica.
-            loss += tf.cast(self._task.regularizer(self._module), loss.dtype) / replicas
+            loss += (
+                tf.cast(self._task.regularizer(self._module), loss.dtype)
+                / self._strategy.num_replicas_in_sync
+            )
         return loss
 
     def _forward(self, batch: Any) -> Any:
@@ -308,9 +302,9 @@ class EvalLoop:
         return {"loss": float(loss), **{m.name: _number(m) for m in self._metrics}}
 
     def _step(self, batch: Any) -> None:
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        outputs = self._task.forward(self._module, x, training=False)
-        total, count = weighted_sum(self._task.loss(y, outputs), weights)
+        total, count, y, outputs, weights = _summed_loss(
+            self._task, self._module, batch, training=False
+        )
         self._loss_sum.assign_add(tf.cast(total, tf.float64))
         self._weight_sum.assign_add(tf.cast(count, tf.float64))
         for metric in self._metrics:
@@ -321,11 +315,11 @@ def weighted_sum(losses: Any, weights: Any) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the weighted sum of losses and the sum of the weights, both float32 scalars.
 
     Args:
-      losses: the loss of each position, of any shape; a scalar counts as one position.
+      losses: the loss of each position, of one axis or more.
       weights: None, or one weight for each position, or for each leading index of `losses`.
 
     Raises:
-      ValueError: when the weights have more axes than the losses.
+      ValueError: when the losses are a single number, or the weights have more axes than they.
 
     Example:
       >>> total, count = weighted_sum(tf.constant([[1., 2.], [3., 4.]]), tf.constant([1., 0.]))
@@ -333,6 +327,12 @@ def weighted_sum(losses: Any, weights: Any) -> tuple[tf.Tensor, tf.Tensor]:
       (3.0, 2.0)
     """
     losses = tf.cast(losses, tf.float32)
+    if losses.shape.rank == 0:
+        # Batches of different sizes would count alike, and padding would count.
+        raise ValueError(
+            "`task.loss` gives one number for a batch: it must not reduce, Keras losses need "
+            "reduction=None, for instance keras.losses.MeanSquaredError(reduction=None)."
+        )
     if weights is None:
         return tf.reduce_sum(losses), tf.cast(tf.size(losses), tf.float32)
     weights = tf.cast(weights, tf.float32)
@@ -347,6 +347,48 @@ def weighted_sum(losses: Any, weights: Any) -> tuple[tf.Tensor, tf.Tensor]:
     # Padding may have produced a NaN where nothing counts, and 0 * nan is nan.
     counted = tf.where(weights != 0, losses * weights, tf.zeros_like(losses))
     return tf.reduce_sum(counted), tf.reduce_sum(weights)
+
+
+def _summed_loss(
+    task: Task, module: Any, batch: Any, *, training: bool
+) -> tuple[tf.Tensor, tf.Tensor, Any, Any, Any]:
+    """Returns sum of losses and of weights of a batch, then y, outputs and weights."""
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+    outputs = task.forward(module, x, training=training)
+    try:
+        losses = tf.convert_to_tensor(task.loss(y, outputs))
+    except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
+        raise ValueError(
+            f"`task.loss` does not take y {_shapes(y)} and outputs {_shapes(outputs)}: {error}"
+        ) from error
+    _check_batch_size(x, losses)
+    return *weighted_sum(losses, weights), y, outputs, weights
+
+
+def _check_batch_size(x: Any, losses: tf.Tensor) -> None:
+    """Refuses outputs that claim another batch size than the inputs have.
+
+    A SavedModel may hold a function that was traced for one batch size and accepts others all the
+    same; TensorFlow then believes the shape of the trace, and a mean divides by the wrong number.
+    """
+    inputs = tf.nest.flatten(x)
+    if not inputs or not losses.shape.rank or not getattr(inputs[0], "shape", None):
+        return
+    given, told = inputs[0].shape[0], losses.shape[0]
+    if told is not None and given != told:
+        raise ValueError(
+            f"For inputs of batch size {given or 'any'} the losses claim batch size {told}: the "
+            "model's function seems to have been traced for that size alone. Save the model with "
+            "an input_signature whose batch size is None, name another function by "
+            f"`finetune.load(..., endpoint=...)`, or let the dataset give batches of {told}, with "
+            "drop_remainder=True."
+        )
+
+
+def _shapes(tensors: Any) -> Any:
+    return tf.nest.map_structure(
+        lambda tensor: f"{tf.as_dtype(tensor.dtype).name}{list(tensor.shape)}", tensors
+    )
 
 
 def _number(metric: keras.metrics.Metric) -> float:

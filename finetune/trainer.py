@@ -21,7 +21,7 @@ from finetune import arguments, runs
 from finetune.bundle import digest
 from finetune.calling import call
 from finetune.certificate import Certificate, certify
-from finetune.data import Passes, check_dataset
+from finetune.data import Passes, check_dataset, digest_of_first_batch
 from finetune.exporting import export
 from finetune.loading import Base
 from finetune.loop import EvalLoop, LoopResult, TrainLoop, joined
@@ -160,6 +160,8 @@ class Trainer:
                 "mode": mode,
                 "seed": self.seed,
                 "batch_size": self.batch_size,
+                # Metrics of other data must not stand beside those of the run so far.
+                "eval_data": digest_of_first_batch(self._eval_dataset),
             },
         )
         trained = {

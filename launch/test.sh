@@ -8,4 +8,4 @@ set -e
 .venv/bin/python -m ruff format --check .
 .venv/bin/python -m mypy finetune launch
 # Two processes; an argument `-n 0` runs everything in one, for a debugger.
-exec .venv/bin/python -m pytest -n 2 "$@"
+exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"

@@ -11,6 +11,7 @@ import tensorflow as tf
 from finetune import calling, configurables, runs
 from finetune.certificate import Certificate
 from finetune.exporting import CERTIFICATE_FILE
+from finetune.paths import nearest
 from finetune.preemption import Preempted
 from finetune.trainer import Trainer, readable
 
@@ -31,6 +32,11 @@ def run(gin_files: Sequence[str], gin_params: Sequence[str], model_dir: str, mod
       Preempted: after SIGTERM while training, when the state is saved.
     """
     configurables.parse(gin_files, gin_params)
+    if mode == "export" and not os.path.exists(os.path.join(model_dir, "run.json")):
+        raise ValueError(
+            f"`model_dir` ({model_dir}) holds no run to export. Runs beside it: "
+            f"{', '.join(_runs_beside(model_dir)) or 'none'}."
+        )
     trainer = configurables.make_trainer(model_dir)
     runs.write_text(
         os.path.join(model_dir, "operative_config.gin"), configurables.operative_config()
@@ -71,6 +77,13 @@ def dry_run(gin_files: Sequence[str], gin_params: Sequence[str]) -> None:
         describe = trainer.task.describe or _describe
         _show("first batch", describe(batch))
         print("\nDry run: nothing was trained or written.")
+
+
+def _runs_beside(model_dir: str) -> list[str]:
+    folder = os.path.dirname(os.path.abspath(model_dir))
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    runs_there = [n for n in names if os.path.exists(os.path.join(folder, n, "run.json"))]
+    return nearest(os.path.basename(model_dir), runs_there)
 
 
 def _show(title: str, text: str) -> None:
@@ -135,8 +148,11 @@ def _loading_lines(trainer: Trainer, target: str) -> str:
     offered = calling.endpoints(trainer.base.module)
     lines = ["import tensorflow as tf", f"model = tf.saved_model.load({target!r})"]
     for name, takes in offered.items():
+        # Keras 2 saves it beside each call, and nobody calls it.
+        if name == "call_and_return_all_conditional_losses":
+            continue
         spelled = {"__call__": "model"}.get(name, f"model.{name}")
-        if name in trainer.base.module.signatures:
+        if name in trainer.base.module.signatures and not hasattr(trainer.base.module, name):
             spelled = f"model.signatures[{name!r}]"
         lines += [f"# {spelled}{variant}" for variant in takes.split(" | ")]
     return "\n".join(lines)

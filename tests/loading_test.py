@@ -357,3 +357,21 @@ def test_a_path_that_does_not_exist_is_an_error_that_names_the_nearest():
 def test_a_module_without_variables_is_an_error():
     with pytest.raises(ValueError, match=r"`module` has no variables \(Module\)"):
         loading.from_module(tf.Module())
+
+
+def test_a_keras_file_is_said_to_be_loaded_by_keras(tmp_path):
+    for name in ("own.keras", "own.weights.h5"):
+        with pytest.raises(ValueError, match=r"is a Keras file: .*from_module\(keras.models.load"):
+            loading.load(tmp_path / name)
+
+
+def test_a_model_in_memory_is_no_source():
+    with pytest.raises(ValueError, match=r"`source` \(Module\) must be a path; .*from_module"):
+        loading.load(tf.Module())
+
+
+def test_a_base_prints_on_one_line():
+    module = tf.Module()
+    module.w = tf.Variable([1.0])
+
+    assert repr(loading.from_module(module)) == "<Base: module, 1 variables>"

@@ -358,12 +358,42 @@ def test_low_precision_is_summed_in_float32():
     assert totals(tf.ones([3000], tf.bfloat16)) == (3000.0, 3000.0)
 
 
-def test_a_reduced_loss_counts_one_and_takes_no_weights():
-    assert totals(tf.constant(3.0)) == (3.0, 1.0)
+@pytest.mark.parametrize("weights", [None, [1.0, 1.0]])
+def test_a_reduced_loss_is_refused(weights):
+    with pytest.raises(ValueError, match=r"`task.loss` gives one number .* need reduction=None"):
+        weighted_sum(tf.constant(3.0), weights)
+
+
+def test_weights_with_more_axes_than_the_losses_are_refused():
     with pytest.raises(
-        ValueError, match=r"`weights` \(shape \(2,\)\) have more axes than the loss"
+        ValueError, match=r"`weights` \(shape \(2, 1\)\) have more axes than the loss"
     ):
-        weighted_sum(tf.constant(3.0), tf.constant([1.0, 1.0]))
+        weighted_sum(tf.constant([3.0, 4.0]), tf.constant([[1.0], [1.0]]))
+
+
+def test_a_saved_model_traced_for_another_batch_size_is_refused(tmp_path):
+    """TensorFlow takes other batches, but tells the traced size, by which a mean would divide."""
+    module = tf.Module()
+    module.w = tf.Variable([[1.0]])
+    module.__call__ = tf.function(lambda x: tf.matmul(x, module.w), reduce_retracing=True)
+    for size in (8, 3):
+        module.__call__(tf.zeros([size, 1]))
+    tf.saved_model.save(module, str(tmp_path))
+    loaded = tf.saved_model.load(str(tmp_path))
+    pairs = tf.data.Dataset.from_tensor_slices((tf.zeros([3, 1]), tf.zeros([3, 1])))
+    task = task_of(
+        loss=keras.losses.MeanSquaredError(reduction=None),
+        forward=lambda module, x, training: module(x),
+    )
+
+    with pytest.raises(ValueError, match="batch size any the losses claim batch size 8"):
+        EvalLoop(loaded, task).run(pairs.batch(2))
+
+
+def test_a_loss_that_does_not_fit_the_outputs_is_named_with_their_shapes():
+    task = task_of(loss=lambda y, outputs: tf.reshape(outputs - y, [7]))
+    with pytest.raises(ValueError, match=r"`task.loss` does not take y float32\[.*\] and outputs"):
+        evaluate(([[1.0, 2.0]], [2.0]), task=task)
 
 
 # Evaluation.

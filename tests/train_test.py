@@ -211,13 +211,25 @@ def test_a_finished_run_says_so_evaluates_and_exports_again(params, tmp_path, ca
 
 
 def test_a_folder_of_somebody_else_is_not_replaced_by_the_export(params, tmp_path):
+    few = [*params, "Trainer.num_steps = 1"]
+    training.run(["korean_ascii.gin"], few, str(tmp_path), "train")
     (tmp_path / "export").mkdir()
     (tmp_path / "export/thesis.txt").write_text("")
 
     with pytest.raises(ValueError, match="exists"):
-        training.run(["korean_ascii.gin"], params, str(tmp_path), "export")
+        training.run(["korean_ascii.gin"], few, str(tmp_path), "export")
 
     assert [file.name for file in (tmp_path / "export").iterdir()] == ["thesis.txt"]
+
+
+def test_a_folder_without_a_run_is_not_exported(params, tmp_path):
+    (tmp_path / "ascii").mkdir()
+    (tmp_path / "ascii/run.json").write_text("{}")
+
+    with pytest.raises(ValueError, match=r"asci\) holds no run to export. Runs beside it: ascii"):
+        training.run(["korean_ascii.gin"], params, str(tmp_path / "asci"), "export")
+
+    assert not (tmp_path / "asci").exists()
 
 
 # Modes

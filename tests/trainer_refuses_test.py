@@ -23,6 +23,7 @@ from small_runs import (
 from finetune.exporting import FrozenElementsMoved
 from finetune.loading import from_module
 from finetune.optimizer import MaskedOptimizer
+from finetune.runs import RunMismatch
 from finetune.selectors import (
     columns,
     everything,
@@ -35,15 +36,15 @@ from finetune.trainer import Trainer
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"batch_size": 0}, r"`batch_size` \(0\) must be whole numbers of 1 or more\."),
-        ({"batch_size": 2.0}, r"`batch_size` \(2\.0\) must be whole"),
-        ({"keep": True}, r"`keep` \(True\) must be whole"),
+        ({"batch_size": 0}, r"`batch_size` \(0\) must be a whole number of 1 or more\."),
+        ({"batch_size": 2.0}, r"`batch_size` \(2\.0\) must be a whole"),
+        ({"keep": True}, r"`keep` \(True\) must be a whole"),
         (
             {"num_steps": -1, "steps_per_loop": 0, "eval_every": 0, "checkpoint_every": "5"},
             r"`num_steps` \(-1\), `steps_per_loop` \(0\), `eval_every` \(0\), "
             r"`checkpoint_every` \('5'\) must be whole",
         ),
-        ({"patience": 0}, r"`patience` \(0\) must be whole"),
+        ({"patience": 0}, r"`patience` \(0\) must be a whole"),
         ({"seed": 0.5}, r"`seed` \(0\.5\) must be a whole number"),
         ({"seed": None}, r"`seed` \(None\) must be a whole number"),
         ({"best_mode": "most"}, r"`best_mode` \('most'\) must be 'max' or 'min'"),
@@ -109,7 +110,7 @@ def test_the_step_to_stop_at_must_be_given_somewhere(tmp_path):
     trainer = trainer_of(tmp_path)
     with pytest.raises(ValueError, match=r"`num_steps` \(None\) must be given, to the Trainer or"):
         trainer.train()
-    with pytest.raises(ValueError, match=r"`num_steps` \(2\.5\) must be whole numbers"):
+    with pytest.raises(ValueError, match=r"`num_steps` \(2\.5\) must be a whole number"):
         trainer.train(2.5)
 
 
@@ -280,3 +281,28 @@ def test_a_metric_that_is_no_number_is_an_error(tmp_path):
     task = column_task(metrics=lambda: [keras.metrics.Mean(name="loss")])
     with pytest.raises(ValueError, match="the loss are called loss, loss: give each metric a name"):
         trainer_of(tmp_path, from_module(mixed_model()), task=task)
+
+
+def test_a_model_given_as_the_base_is_told_from_a_function(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"`base` \(Linear\) is a model: give finetune.from_module"
+    ):
+        trainer_of(tmp_path, Linear())
+
+
+def test_other_evaluation_data_in_the_same_folder_is_refused(tmp_path):
+    trainer_of(tmp_path, base_of(Linear()), task=task_of()).train(2)
+
+    with pytest.raises(RunMismatch, match="`eval_data` was"):
+        trainer_of(tmp_path, base_of(Linear()), task=task_of(x=ROWS + 1))
+
+
+def test_a_model_dir_that_is_no_path_is_refused():
+    for model_dir in ("", 7):
+        with pytest.raises(ValueError, match=r"`model_dir` \(.*\) must be the path of the run"):
+            Trainer(base_of(Linear()), ALL, task_of(), keras.optimizers.Adam(), model_dir)
+
+
+def test_a_saved_model_is_no_model_dir(quickspacer_dir):
+    with pytest.raises(ValueError, match="holds a SavedModel: choose"):
+        trainer_of(quickspacer_dir)
