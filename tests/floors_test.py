@@ -16,9 +16,9 @@ FLOORS = [
         "progress",
         "summaries",
         "state",
-        "data",
         "paths",
         "bundle",
+        "data",
         "selection",
     ],
     [

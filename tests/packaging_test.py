@@ -97,7 +97,7 @@ def test_the_scripts_refuse_a_python_without_tensorflow(script, tmp_path):
 
     said = run(["sh", tmp_path / "checkout/launch" / script], exits_with=1, PYTHON=str(python))
 
-    assert "is Python 3.9.1, for which there is no TensorFlow" in said
+    assert "is Python 3.9.1, for which there is no Keras 3.15 on TensorFlow" in said
 
 
 def run(command, cwd=None, exits_with=0, **environment) -> str:

@@ -129,7 +129,7 @@ def test_strategies_of_one_device_give_the_bits_of_none(results):
         ("strategy_forgotten", "replicas: 1): the number of copies of `table` is 2."),
         ("made_in_the_scope", "A Trainer is made and used outside of `strategy.scope()`: give it"),
         ("used_in_the_scope", "A Trainer is made and used outside of `strategy.scope()`: give it"),
-        ("reduced_loss", "`task.loss` gives one number for a batch, but replicas get parts of"),
+        ("reduced_loss", "`task.loss` gives one number for a batch: it must not reduce"),
         ("multi_worker", "`strategy` (MultiWorkerMirroredStrategy) is not supported yet: use"),
         ("central_storage", "`strategy` (CentralStorageStrategy) is not supported yet: use"),
     ],
