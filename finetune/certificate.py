@@ -188,10 +188,13 @@ class Certificate:
         if known:
             largest = max(known, key=lambda record: record.largest_change or 0.0)
             lines.append(f"largest change: {largest.largest_change:.4g}, in {largest.path}")
-        lines.append(
-            f"frozen elements moved: {self.moved:,} of {self.frozen:,} — "
-            + ("proved by digest" if self.ok else "NOT the base's bits any more:")
-        )
+        if self.frozen:
+            lines.append(
+                f"frozen elements moved: {self.moved:,} of {self.frozen:,} — "
+                + ("proved by digest" if self.ok else "NOT the base's bits any more:")
+            )
+        else:
+            lines.append("no element was frozen: there is nothing to prove")
         lines += _offender_lines(self.offenders())
         lines.append(
             f"base {self.base_fingerprint[:16]}, tuned {self.tuned_fingerprint[:16]} (fingerprints)"

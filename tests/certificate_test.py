@@ -247,3 +247,11 @@ def test_values_of_another_dtype_or_shape_cannot_be_certified():
         "  x: float64 (2,), must be float32 (2,)",
         "  y: float32 (1, 1), must be float32 (1,)",
     ]
+
+
+def test_where_all_is_trainable_nothing_is_said_to_be_proved():
+    base = from_module(module_of(x=np.float32([1, 2])))
+    certificate = certify(base, {"x": Selection.all((2,))}, lambda path: np.float32([1, 3]))
+
+    assert "no element was frozen: there is nothing to prove" in certificate.summary()
+    assert "proved" not in certificate.summary()
